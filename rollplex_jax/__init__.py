@@ -1,0 +1,1 @@
+"""Synchronous RL post-training of vision-language models."""
