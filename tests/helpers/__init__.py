@@ -1,0 +1,1 @@
+"""What tests share: devices, and the checks of the source tree."""

@@ -1,0 +1,3 @@
+#!/bin/sh
+# Stands in for the coverage report generator.
+exit 0
