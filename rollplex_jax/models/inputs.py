@@ -1,0 +1,132 @@
+"""What a model consumes: padded prompts and packed patches, built on the host.
+
+Everything that depends on sizes (which patch attends to which, which token
+takes which feature) is decided here in numpy and handed to the compiled
+programs as index arrays, so programs depend on bucket sizes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from flax import struct
+import jax
+import numpy as np
+
+from rollplex_jax.models.config import VisionConfig
+
+
+@struct.dataclass
+class VisionInputs:
+  """Patches of all media of a batch, packed, with their attention layout.
+
+  Attributes:
+    patches: float32 [n, patch_dim], medium after medium, each in the reference
+      processor's order (merged blocks together).
+    rows_columns: int32 [n, 2], a patch's row and column in its frame.
+    window_index: int32 [W, S], the patches of each window, -1 for padding.
+    window_slot: int32 [n], where a patch stands in the flattened window_index.
+    frame_index: int32 [F, S2], the patches of each frame, -1 for padding.
+    frame_slot: int32 [n], where a patch stands in the flattened frame_index.
+  """
+
+  patches: jax.Array
+  rows_columns: jax.Array
+  window_index: jax.Array
+  window_slot: jax.Array
+  frame_index: jax.Array
+  frame_slot: jax.Array
+
+
+@struct.dataclass
+class PromptInputs:
+  """A batch of right-padded prompts.
+
+  Attributes:
+    token_ids: int32 [B, P].
+    lengths: int32 [B], real tokens of each prompt.
+    positions: int32 [3, B, P], M-RoPE rows (temporal, height, width).
+    feature_index: int32 [B, P], row in the batch's merged features, -1 = text.
+    next_position: int32 [B], position of the first response token.
+    row_ids: int32 [B], identity of each prompt, which keys its sampling.
+  """
+
+  token_ids: jax.Array
+  lengths: jax.Array
+  positions: jax.Array
+  feature_index: jax.Array
+  next_position: jax.Array
+  row_ids: jax.Array
+
+
+def plan_vision(patches: np.ndarray, grids: Sequence[Sequence[int]],
+                config: VisionConfig,
+                bucket: Callable[[int], int] = lambda n: n) -> VisionInputs:
+  """Lays out packed patches for windowed and per-frame attention.
+
+  Args:
+    patches: float32 [n, patch_dim].
+    grids: (t, h, w) of each medium, in patches; they must account for all n.
+    config: the vision tower's configuration.
+    bucket: rounds a size up, so that few different shapes are compiled.
+
+  Returns:
+    Numpy `VisionInputs`; n, W and F are rounded up by `bucket`.
+
+  Raises:
+    ValueError: if the grids and the patches disagree.
+  """
+  m, units = config.spatial_merge_size, config.window_units
+  windows, frames, coordinates = [], [], []
+  start = 0
+  for t, h, w in (map(int, g) for g in grids):
+    if h % m or w % m:
+      raise ValueError(f"grid {t}x{h}x{w} is no multiple of merge size {m}")
+    frame_coordinates, unit_index = _frame(h, w, m)
+    blocks = [
+        unit_index[i:i + units, j:j + units].reshape(-1)
+        for i in range(0, h // m, units) for j in range(0, w // m, units)
+    ]
+    for _ in range(t):
+      frames.append(start + np.arange(h * w))
+      windows.extend(start + block for block in blocks)
+      coordinates.append(frame_coordinates)
+      start += h * w
+  if start != len(patches):
+    raise ValueError(f"grids hold {start} patches, found {len(patches)}")
+  size = bucket(start)
+  pad = size - start
+  full = (units * m) ** 2
+  window_index, window_slot = _pack(windows, size, bucket, width=full)
+  frame_index, frame_slot = _pack(frames, size, bucket)
+  rows_columns = np.concatenate(coordinates).astype(np.int32)
+  return VisionInputs(
+      patches=np.pad(patches, ((0, pad), (0, 0))),
+      rows_columns=np.pad(rows_columns, ((0, pad), (0, 0))),
+      window_index=window_index, window_slot=window_slot,
+      frame_index=frame_index, frame_slot=frame_slot)
+
+
+def _frame(h: int, w: int, m: int):
+  """Coordinates of a frame's patches in order, and patches by merged unit.
+
+  Patches come merged block after merged block: [h/m, w/m, m, m].
+  """
+  rows, columns = np.meshgrid(np.arange(h), np.arange(w), indexing="ij")
+  order = lambda a: a.reshape(h // m, m, w // m, m).transpose(0, 2, 1, 3)
+  coordinates = np.stack(
+      [order(rows).reshape(-1), order(columns).reshape(-1)], axis=-1)
+  return coordinates, np.arange(h * w).reshape(h // m, w // m, m * m)
+
+
+def _pack(groups: list[np.ndarray], size: int, bucket, width: int = 0):
+  """Stacks index groups, padded with -1, and inverts the map."""
+  longest = max(len(g) for g in groups)
+  # Frames that never fill a window (small pictures) need no full-size slots.
+  width = min(width, longest) if width else bucket(longest)
+  index = np.full((bucket(len(groups)), width), -1, np.int32)
+  slot = np.zeros(size, np.int32)
+  for i, group in enumerate(groups):
+    index[i, :len(group)] = group
+    slot[group] = i * width + np.arange(len(group))
+  return index, slot

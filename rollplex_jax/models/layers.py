@@ -1,0 +1,70 @@
+"""Building blocks shared by the text decoder and the vision tower."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+# Finite, so that a row whose keys are all masked softmaxes to numbers.
+MASKED = -1e30
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+  """Root-mean-square norm over the last axis, computed in float32."""
+  y = x.astype(jnp.float32)
+  y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+  return scale * y.astype(x.dtype)
+
+
+def dense_out_in(x: jax.Array, w: jax.Array, bias=None) -> jax.Array:
+  """x [..., in] times w [out, in] -> [..., out]: column-parallel storage."""
+  y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
+  return y if bias is None else y + bias
+
+
+def dense_in_out(x: jax.Array, w: jax.Array, bias=None) -> jax.Array:
+  """x [..., in] times w [in, out] -> [..., out]: row-parallel storage."""
+  y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+  return y if bias is None else y + bias
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+  """Rotary embedding of x [..., heads, h] by angles cos, sin [..., h].
+
+  Pairs are (i, i + h/2), the "rotate half" convention of Qwen and Llama.
+  """
+  half = x.shape[-1] // 2
+  turned = jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+  return x * cos[..., None, :] + turned * sin[..., None, :]
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask) -> jax.Array:
+  """Grouped-query attention with float32 scores.
+
+  Args:
+    q: [..., T, H, h] queries.
+    k: [..., S, K, h] keys; H must be a multiple of K.
+    v: [..., S, K, h] values.
+    mask: bool, broadcastable to [..., 1, 1, T, S]; True where a query sees a
+      key. None lets every query see every key.
+
+  Returns:
+    [..., T, H * h] in q's dtype.
+  """
+  groups = q.shape[-2] // k.shape[-2]
+  scale = q.shape[-1] ** -0.5
+  q = (q * scale).reshape(*q.shape[:-2], k.shape[-2], groups, q.shape[-1])
+  scores = jnp.einsum("...tkgh,...skh->...kgts", q, k,
+                      preferred_element_type=jnp.float32)
+  if mask is not None:
+    scores = jnp.where(mask, scores, MASKED)
+  probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  out = jnp.einsum("...kgts,...skh->...tkgh", probs, v)
+  return out.reshape(*out.shape[:-3], -1)
+
+
+def swiglu(x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None):
+  """down(silu(gate(x)) * up(x)); gate, up [F, D] and down [F, D]."""
+  hidden = jax.nn.silu(dense_out_in(x, gate, gate_bias))
+  hidden = hidden * dense_out_in(x, up, up_bias)
+  return dense_in_out(hidden, down, down_bias)

@@ -1,0 +1,53 @@
+"""The policy as a whole: vision tower and text decoder in one tree."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rollplex_jax.models import decoder, vision
+from rollplex_jax.models import weights as weights_lib
+from rollplex_jax.models.config import ModelConfig
+from rollplex_jax.models.inputs import VisionInputs
+from rollplex_jax.models.weights import Params
+
+
+def weights(config: ModelConfig) -> Params:
+  """Declares all parameters: {"text": ..., "visual": ...}."""
+  tree = {"text": decoder.weights(config.text)}
+  if config.vision is not None:
+    tree["visual"] = vision.weights(config.vision)
+  return tree
+
+
+def init_params(config: ModelConfig, key: jax.Array,
+                dtype=jnp.float32) -> Params:
+  """Draws fresh parameters."""
+  return weights_lib.init_params(weights(config), key, dtype)
+
+
+def vision_features(params: Params, config: ModelConfig,
+                    inputs: VisionInputs | None) -> jax.Array | None:
+  """Merged features [f, D] of a batch's media, or None without media."""
+  if inputs is None:
+    return None
+  return vision.features(params["visual"], config.vision, inputs)
+
+
+def forward(params: Params, config: ModelConfig, token_ids: jax.Array,
+            positions: jax.Array, features=None, feature_index=None, *,
+            remat: bool = False) -> jax.Array:
+  """Final hidden states [B, T, D] of whole right-padded sequences.
+
+  Args:
+    params: {"text": ..., "visual": ...}.
+    config: the model's configuration.
+    token_ids: int32 [B, T].
+    positions: int32 [3, B, T].
+    features: merged vision features [f, D], or None.
+    feature_index: int32 [B, T], a row of `features`, -1 for text.
+    remat: recompute layers in the backward pass.
+  """
+  x = decoder.embed(params["text"], token_ids, features, feature_index)
+  return decoder.hidden_states(
+      params["text"], config.text, x, positions, remat=remat)
