@@ -1,0 +1,1 @@
+"""The pure functions a training step is made of."""
