@@ -3,10 +3,10 @@
 import subprocess
 import sys
 
+from absl.testing import absltest
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest
 
 from tests.helpers import devices
 

@@ -30,4 +30,4 @@ exec bazel --nohome_rc --host_jvm_args=-Xmx1g "$command" \
   --override_repository=rules_java=/usr/share/bazel/rules/java \
   --override_repository=rules_proto=/usr/share/bazel/rules/proto \
   --override_repository=platforms=/usr/share/bazel/tools/platforms \
-  --color=no --noshow_progress "$@"
+  --color=no --noshow_progress --nosandbox_debug "$@"

@@ -1,0 +1,66 @@
+# Rollplex: `make help` lists the targets.
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+# The first Python of 3.11 or newer that can make a virtual environment.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+  if $$python -c 'import sys, ensurepip, venv; assert sys.version_info >= (3, 11)' \
+  2>/dev/null; then command -v $$python; break; fi; done)
+RUN_DIR ?= runs/quickstart
+PYTEST := $(PY) -m pytest
+FAST := not slow and not gpu and not real_model
+SLOW := slow and not gpu and not real_model
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv quickstart test test-slow test-all lint goldens bench clean
+
+help: ## Lists the targets.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | \
+	  sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
+
+# The stamps make installation happen once, and again when a list changes.
+$(VENV)/.runtime: requirements.txt
+	@if [ -z "$(PYTHON)" ]; then \
+	  echo "error: expected Python 3.11 or newer with venv (on Debian: apt-get" \
+	    "install python3-venv), found none on PATH; or name one:" \
+	    "make PYTHON=/path/to/python3" >&2; exit 1; fi
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the run-time packages into $(VENV) ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check \
+	  -r requirements.txt
+	@touch $@
+
+$(VENV)/.test: requirements-test.txt $(VENV)/.runtime
+	@echo "Installing the test packages into $(VENV) ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check \
+	  -r requirements.txt -r requirements-test.txt
+	@touch $@
+
+venv: $(VENV)/.test ## Builds .venv with everything that running and testing needs.
+
+quickstart: $(VENV)/.runtime ## Trains a small policy to act in a world it sees.
+	$(PY) -m experiments.train \
+	  --config=experiments/configs/quickstart.py --output_dir=$(RUN_DIR)
+
+test: $(VENV)/.test ## Runs the fast tests (at most 12 minutes on 2 cores).
+	$(PYTEST) -m "$(FAST)"
+
+test-slow: $(VENV)/.test ## Runs the tests that `make test` leaves out.
+	$(PYTEST) -m "$(SLOW)"
+
+test-all: $(VENV)/.test ## Runs every test this machine can run (at most 30 minutes).
+	$(PYTEST)
+
+lint: $(VENV)/.test ## Checks style and likely mistakes.
+	$(VENV)/bin/ruff check .
+
+goldens: $(VENV)/.test ## Rebuilds the golden files of the parity tests (needs torch).
+	$(PY) -m tests.goldens.rebuild
+
+bench: $(VENV)/.test ## Measures decoding against transformers.
+	$(PY) -m experiments.bench --suite=decode
+
+clean: ## Removes caches and build output; keeps .venv and runs.
+	rm -rf .cache .pytest_cache .ruff_cache build dist *.egg-info bazel-*
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,60 @@
+"""pytest's set-up: virtual devices, and skips that say what is missing."""
+
+import importlib.util
+import os
+import pathlib
+
+import jax
+import pytest
+
+from tests.helpers import devices
+
+devices.use_virtual_devices()
+
+
+def _has_module(*names: str) -> bool:
+  return all(importlib.util.find_spec(name) for name in names)
+
+
+def _has_gpu() -> bool:
+  return any(device.platform == "gpu" for device in jax.devices())
+
+
+def _has_real_model() -> bool:
+  path = os.environ.get("ROLLPLEX_REAL_MODEL")
+  return bool(path) and pathlib.Path(path, "config.json").is_file()
+
+
+# marker -> (is the requirement there, the reason of the skip when it is not)
+_REQUIREMENTS = {
+  "torch": (
+    lambda: _has_module("torch"),
+    "needs torch: pip install -r requirements-test.txt on Python 3.11",
+  ),
+  "cuda_plugin": (
+    lambda: _has_module("jax_cuda13_plugin", "jax_plugins.xla_cuda13"),
+    "needs jax's CUDA plugin: pip install --no-deps"
+    " -r requirements-planner.txt",
+  ),
+  "gpu": (
+    _has_gpu,
+    "needs a GPU: install the gpu extra and set JAX_PLATFORMS=cuda,cpu",
+  ),
+  "real_model": (
+    _has_real_model,
+    "needs a real checkpoint: set ROLLPLEX_REAL_MODEL to its folder",
+  ),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Skips what can't run here."""
+  met: dict[str, bool] = {}
+  for item in items:
+    for marker, (check, reason) in _REQUIREMENTS.items():
+      if item.get_closest_marker(marker) is None:
+        continue
+      if marker not in met:
+        met[marker] = check()
+      if not met[marker]:
+        item.add_marker(pytest.mark.skip(reason=reason))
