@@ -102,9 +102,7 @@ def rope(config: TextConfig, positions: jax.Array) -> Rope:
   if positions.ndim != 3 or positions.shape[0] not in (1, 3):
     raise ValueError(
         f"positions must be [3, B, T] (or [1, B, T]), found {positions.shape}")
-  half = config.head_dim // 2
-  inverse = 1.0 / config.rope_theta ** (
-      jnp.arange(half, dtype=jnp.float32) / half)
+  inverse = layers.inverse_frequencies(config.rope_theta, config.head_dim // 2)
   angles = positions[..., None].astype(jnp.float32) * inverse
   if config.mrope_section is None or positions.shape[0] == 1:
     angles = angles[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # Finite, so that a row whose keys are all masked softmaxes to numbers.
 MASKED = -1e30
@@ -26,6 +27,17 @@ def dense_in_out(x: jax.Array, w: jax.Array, bias=None) -> jax.Array:
   """x [..., in] times w [in, out] -> [..., out]: row-parallel storage."""
   y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
   return y if bias is None else y + bias
+
+
+def inverse_frequencies(theta: float, count: int) -> np.ndarray:
+  """Rotary frequencies theta^(-i / count), float32 [count], on the host.
+
+  Constants, because a compiled power is off by an ulp: at position 32,000
+  that turns a cosine by 2e-3, and differently in every program.
+  """
+  exponents = np.arange(count, dtype=np.float32) / np.float32(count)
+  powers = np.float64(theta) ** exponents.astype(np.float64)
+  return np.float32(1) / powers.astype(np.float32)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -108,9 +108,7 @@ def features(params: Params, config: VisionConfig,
 def _rope(config: VisionConfig, rows_columns: jax.Array):
   """2-D rotary angles [n, h]: half the pairs turn with the row, half with the
   column."""
-  quarter = config.head_dim // 4
-  inverse = 1.0 / config.rope_theta ** (
-      jnp.arange(quarter, dtype=jnp.float32) / quarter)
+  inverse = layers.inverse_frequencies(config.rope_theta, config.head_dim // 4)
   angles = rows_columns.astype(jnp.float32)[..., None] * inverse
   angles = angles.reshape(angles.shape[0], -1)
   angles = jnp.concatenate([angles, angles], axis=-1)
