@@ -142,8 +142,13 @@ def save_checkpoint(
       old = pathlib.Path(tempfile.mkdtemp(
           prefix=f".{target.name}.old.", dir=target.parent))
       target.rename(old / "checkpoint")
-      work.rename(target)
-      shutil.rmtree(old)
+      try:
+        work.rename(target)
+      except BaseException:
+        (old / "checkpoint").rename(target)
+        raise
+      finally:
+        shutil.rmtree(old)
     else:
       work.rename(target)
   except BaseException:
