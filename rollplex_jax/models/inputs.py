@@ -71,7 +71,8 @@ def plan_vision(patches: np.ndarray, grids: Sequence[Sequence[int]],
     bucket: rounds a size up, so that few different shapes are compiled.
 
   Returns:
-    Numpy `VisionInputs`; n, W and F are rounded up by `bucket`.
+    Numpy `VisionInputs`; n, W and F are rounded up by `bucket`, and n further
+    to whole merged features.
 
   Raises:
     ValueError: if the grids and the patches disagree.
@@ -95,6 +96,7 @@ def plan_vision(patches: np.ndarray, grids: Sequence[Sequence[int]],
   if start != len(patches):
     raise ValueError(f"grids hold {start} patches, found {len(patches)}")
   size = bucket(start)
+  size += -size % (m * m)
   pad = size - start
   full = (units * m) ** 2
   window_index, window_slot = _pack(windows, size, bucket, width=full)
