@@ -158,14 +158,21 @@ def hidden_states(params: Params, config: TextConfig, x: jax.Array,
     params: the decoder's parameters.
     config: its configuration.
     x: [B, T, D] embedded tokens.
-    positions: int32 [3, B, T].
+    positions: int32 [3, B, T] (or [1, B, T] for text).
     remat: recompute each layer in the backward pass instead of keeping its
       activations.
 
   Returns:
     [B, T, D] after the final norm. Rows past a sequence's length hold numbers
     without meaning; no row within it depends on them.
+
+  Raises:
+    ValueError: if the positions have another layout.
   """
+  if positions.shape[1:] != x.shape[:2]:
+    raise ValueError(
+        f"positions must be [3, B, T] with B, T = {x.shape[:2]}, found "
+        f"{positions.shape}")
   mask = causal_mask(x.shape[1])
   angles = rope(config, positions)
 

@@ -14,6 +14,8 @@ import numpy as np
 
 from rollplex_jax.models.config import ModelConfig
 
+_KINDS = ("text", "image", "video")
+
 
 def rope_index(token_ids: np.ndarray, grids: Sequence[Sequence[int]],
                modalities: Sequence[str], seconds_per_grid: Sequence[float],
@@ -32,44 +34,41 @@ def rope_index(token_ids: np.ndarray, grids: Sequence[Sequence[int]],
     int32 [3, T]: temporal, height and width positions.
 
   Raises:
-    ValueError: if the runs of placeholders and the media disagree; the message
-      gives the expected and the found count.
+    ValueError: if the runs of placeholders and the media disagree (each medium
+      is one run); the message gives the expected and the found count.
   """
   token_ids = np.asarray(token_ids)
   out = np.zeros((3, len(token_ids)), np.int32)
-  if config.vision is None or not len(grids):
+  if config.vision is None:
     out[:] = np.arange(len(token_ids))
     return out
   kinds = np.zeros(len(token_ids), np.int8)
-  kinds[token_ids == config.image_token_id] = 1
-  kinds[token_ids == config.video_token_id] = 2
+  kinds[token_ids == config.image_token_id] = _KINDS.index("image")
+  kinds[token_ids == config.video_token_id] = _KINDS.index("video")
   m = config.vision.spatial_merge_size
   media = iter(zip(grids, modalities, seconds_per_grid, strict=True))
   seen = start = position = 0
   while start < len(token_ids):
     kind = kinds[start]
+    other = np.flatnonzero(kinds[start:] != kind)
+    found = int(other[0]) if len(other) else len(token_ids) - start
+    end = start + found
     if kind == 0:
-      after = np.flatnonzero(kinds[start:] != 0)
-      end = start + (after[0] if len(after) else len(token_ids) - start)
-      out[:, start:end] = position + np.arange(end - start)
-      position += end - start
+      out[:, start:end] = position + np.arange(found)
+      position += found
     else:
+      seen += 1
       medium = next(media, None)
       if medium is None:
         raise ValueError(
-            f"expected placeholders for {len(grids)} media, found more")
+            f"expected placeholders for {len(grids)} media, found {found} "
+            f"{_KINDS[kind]} placeholder tokens more")
       (t, h, w), modality, seconds = medium
-      seen += 1
       t, h, w = int(t), int(h) // m, int(w) // m
-      end = start + t * h * w
-      expected = 1 if modality == "image" else 2
-      if end > len(token_ids) or np.any(kinds[start:end] != expected):
-        found = int(np.argmin(kinds[start:] == kind)
-                    if np.any(kinds[start:] != kind)
-                    else len(token_ids) - start)
+      if _KINDS[kind] != modality or found != t * h * w:
         raise ValueError(
-            f"medium {seen} ({modality}) expected {t * h * w} placeholder "
-            f"tokens, found {found}")
+            f"medium {seen} expected {t * h * w} {modality} placeholder "
+            f"tokens, found {found} {_KINDS[kind]} ones")
       # All in float32 before truncation, as the reference computes it.
       interval = np.float32(1)
       if modality == "video":
