@@ -160,23 +160,22 @@ class ModelConfig:
           f"{', '.join(sorted(_ARCHITECTURES))}")
     text_raw = raw.get("text_config") or raw
     with_vision = model_type == VISION_LANGUAGE
-    tie = bool(raw.get("tie_word_embeddings",
-                       text_raw.get("tie_word_embeddings", False))
-               or text_raw.get("tie_word_embeddings", False))
-    special = {
-        name: raw.get(name, text_raw.get(name))
-        for name in ("bos_token_id", "pad_token_id")
-    }
-    eos = raw.get("eos_token_id", text_raw.get("eos_token_id"))
-    special["eos_token_ids"] = _as_tuple(eos)
+    tie = bool(raw.get("tie_word_embeddings")
+               or text_raw.get("tie_word_embeddings"))
+
+    def token(name):
+      outer = raw.get(name)
+      return text_raw.get(name) if outer is None else outer
+
+    names = ("bos_token_id", "pad_token_id")
     if with_vision:
-      for name in ("image_token_id", "video_token_id",
-                   "vision_start_token_id", "vision_end_token_id"):
-        special[name] = raw.get(name, text_raw.get(name))
+      names += ("image_token_id", "video_token_id",
+                "vision_start_token_id", "vision_end_token_id")
     return cls(
         text=_text_from_hf(text_raw, tie, with_vision, where),
         vision=_vision_from_hf(raw, where) if with_vision else None,
-        **special,
+        eos_token_ids=_as_tuple(token("eos_token_id")),
+        **{name: token(name) for name in names},
     )
 
   def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
@@ -217,10 +216,10 @@ class ModelConfig:
 def _text_from_hf(raw, tie, with_vision, where) -> TextConfig:
   _expect(raw, "hidden_act", "silu", where)
   if raw.get("use_sliding_window"):
-    layers = raw.get("num_hidden_layers", 0)
-    types = raw.get("layer_types") or []
-    if (raw.get("max_window_layers", layers) < layers
-        or "sliding_attention" in types):
+    # Layers from max_window_layers on slide; 80 and 28 are the defaults.
+    first = raw.get("max_window_layers", 80 if with_vision else 28)
+    if (first < raw.get("num_hidden_layers", 0)
+        or "sliding_attention" in (raw.get("layer_types") or ())):
       raise InputError(
           f"{where}: sliding-window attention (use_sliding_window) is not "
           "supported")
@@ -242,7 +241,7 @@ def _text_from_hf(raw, tie, with_vision, where) -> TextConfig:
       num_hidden_layers=_need(raw, "num_hidden_layers", where),
       num_attention_heads=heads,
       num_key_value_heads=raw.get("num_key_value_heads") or heads,
-      rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+      rms_norm_eps=raw.get("rms_norm_eps", 1e-5 if with_vision else 1e-6),
       rope_theta=float(theta if theta is not None
                        else 1e6 if with_vision else 1e4),
       mrope_section=tuple(section) if with_vision else None,
@@ -303,9 +302,10 @@ def _as_tuple(value) -> tuple[int, ...]:
 
 def _positive(config, *names):
   for name in names:
-    if not getattr(config, name) > 0:
+    value = getattr(config, name)
+    if not isinstance(value, int) or value <= 0:
       raise InputError(
-          f"config: {name} must be positive, found {getattr(config, name)}")
+          f"config: {name} must be a positive integer, found {value!r}")
 
 
 def _divides(config, small, large, where="config"):
