@@ -1,0 +1,1 @@
+"""What comes in: rows, media, prompts and the input pipeline."""

@@ -1,0 +1,425 @@
+"""From a row to the tokens, positions and patches that a policy takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import json
+import os
+import threading
+from typing import Any
+
+import jinja2
+import numpy as np
+import transformers
+
+from rollplex_jax.data import media
+from rollplex_jax.data import placeholders
+from rollplex_jax.data.preprocess import ImagePreprocessor, VideoPreprocessor
+from rollplex_jax.data.rows import RowError
+from rollplex_jax.errors import InputError
+from rollplex_jax.models.config import ModelConfig
+from rollplex_jax.models.positions import rope_index
+
+OVER_LIMIT = "prompt over the limit"
+TEMPLATE = "chat template"
+TEXT_ONLY = "media for a text-only checkpoint"
+RESPONSE = "response"
+
+_PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+  """One prompt, ready for the model. Arrays live on the host.
+
+  T tokens, M media, n patches, m the spatial merge size, f = n / m^2 features.
+
+  Attributes:
+    token_ids: int32 [T], placeholders expanded.
+    positions: int32 [3, T], temporal, height and width.
+    feature_index: int32 [T], which of the f merged features stands at a token,
+      -1 for text. Features count through the media in order of appearance.
+    patches: float32 [n, C * Tp * P * P], media in order of appearance.
+    grids: int64 [M, 3], frames, rows and columns of patches.
+    modalities: "image" or "video" for each medium.
+    seconds_per_grid: seconds between temporal patches; 0 for an image.
+  """
+
+  token_ids: np.ndarray
+  positions: np.ndarray
+  feature_index: np.ndarray
+  patches: np.ndarray
+  grids: np.ndarray
+  modalities: tuple[str, ...]
+  seconds_per_grid: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Medium:
+  """A medium whose size is known and whose pixels are still to be read."""
+
+  grid: tuple[int, int, int]
+  seconds_per_grid: float
+  patches: Callable[[], np.ndarray]
+
+
+class Processor:
+  """A checkpoint's tokenizer, chat template and preprocessors.
+
+  Safe to use from several threads.
+
+  Attributes:
+    config: the checkpoint's ModelConfig.
+    tokenizer: its transformers tokenizer.
+    chat_template: Jinja text, or None.
+    image, video: its preprocessors; None for a text-only checkpoint.
+    max_prompt_length: most tokens of a prompt after expansion, or None.
+  """
+
+  def __init__(self, *, config: ModelConfig, tokenizer: Any,
+               chat_template: str | None = None,
+               image: ImagePreprocessor | None = None,
+               video: VideoPreprocessor | None = None,
+               max_prompt_length: int | None = None,
+               name: str = "checkpoint"):
+    """`name` stands for the checkpoint in errors. Raises InputError."""
+    self.config = config
+    self.tokenizer = tokenizer
+    self.chat_template = chat_template
+    self.image = image
+    self.video = video
+    self.max_prompt_length = max_prompt_length
+    self._name = name
+    self._lock = threading.Lock()
+    self._placeholder_ids: dict[str, int] = {}
+    if len(tokenizer) > config.text.vocab_size:
+      raise InputError(
+          f"{name}: the tokenizer has {len(tokenizer)} tokens, the model's "
+          f"vocabulary {config.text.vocab_size}")
+    if config.vision is not None:
+      self._check_vision()
+
+  @classmethod
+  def from_checkpoint(cls, path: str | os.PathLike,
+                      max_prompt_length: int | None = None) -> Processor:
+    """Reads a checkpoint folder; needs neither torch nor the network.
+
+    Preprocessor settings are looked for where transformers looks:
+    `processor_config.json`, then `video_preprocessor_config.json`, then
+    `preprocessor_config.json`; the chat template in `chat_template.jinja`,
+    `chat_template.json`, then the tokenizer's own.
+
+    Raises:
+      InputError: if a file is missing or malformed, or if tokenizer,
+        preprocessors and model disagree.
+    """
+    path = os.fspath(path)
+    config_file = os.path.join(path, "config.json")
+    raw = _read_json(config_file)
+    if raw is None:
+      raise InputError(f"{config_file}: no such file")
+    config = ModelConfig.from_hf(raw, config_file)
+    try:
+      tokenizer = transformers.AutoTokenizer.from_pretrained(
+          path, local_files_only=True)
+    except Exception as error:  # Which one depends on the file at fault.
+      raise InputError(
+          f"{path}: can't load the tokenizer "
+          f"({str(error).strip().splitlines()[0]})") from error
+    template = tokenizer.chat_template
+    image = video = None
+    if config.vision is not None:
+      template = _chat_template(path) or template
+      image, video = _preprocessors(path)
+    if isinstance(template, dict):
+      template = template.get("default")
+    return cls(config=config, tokenizer=tokenizer, chat_template=template,
+               image=image, video=video, max_prompt_length=max_prompt_length,
+               name=path)
+
+  def prompt(self, row: dict[str, Any], where: str = "row") -> Prompt:
+    """Turns a validated row's prompt into model inputs.
+
+    A string is tokenized as it is, with no special tokens added; messages go
+    through the chat template with the generation prompt.
+
+    Args:
+      row: as `rows.validate_row` returns it.
+      where: names the row in errors.
+
+    Raises:
+      RowError: if media are missing, unreadable or don't match the
+        placeholders, or if the prompt is over the limit. Nothing is ever cut.
+    """
+    token_ids, modalities, media_ = self._measure(row, where)
+    patches = [medium.patches() for medium in media_]
+    patch_dim = self.config.vision.patch_dim if self.config.vision else 0
+    grids = np.array([medium.grid for medium in media_], np.int64)
+    seconds = tuple(medium.seconds_per_grid for medium in media_)
+    grids = grids.reshape(-1, 3)
+    if self._placeholder_ids:
+      is_vision = np.isin(token_ids, list(self._placeholder_ids.values()))
+    else:
+      is_vision = np.zeros(len(token_ids), bool)
+    feature_index = np.where(is_vision, np.cumsum(is_vision) - 1, -1)
+    return Prompt(
+        token_ids=token_ids,
+        positions=rope_index(token_ids, grids, modalities, seconds, self.config),
+        feature_index=feature_index.astype(np.int32),
+        patches=(np.concatenate(patches) if patches
+                 else np.zeros((0, patch_dim), np.float32)),
+        grids=grids,
+        modalities=tuple(modalities),
+        seconds_per_grid=seconds,
+    )
+
+  def check(self, row: dict[str, Any], where: str = "row",
+            decode: bool = True) -> int:
+    """Raises the RowError that `prompt` would raise.
+
+    Args:
+      decode: read all pixels too. Without it only headers are read: fast, but
+        a truncated picture passes.
+
+    Returns:
+      The prompt's length in tokens.
+    """
+    token_ids, _, media_ = self._measure(row, where)
+    if decode:
+      for medium in media_:
+        medium.patches()
+    if "response" in row or "response_token_ids" in row:
+      self.response(row, where)
+    return len(token_ids)
+
+  def response(self, row: dict[str, Any], where: str = "row") -> list[int]:
+    """Token ids of a row's response, nothing appended.
+
+    `response_token_ids` are taken as they are and win over `response`.
+
+    Raises:
+      RowError: if the row has no response, or an id outside the vocabulary.
+    """
+    if "response_token_ids" in row:
+      ids = list(row["response_token_ids"])
+    elif "response" in row:
+      ids = self.encode(row["response"])
+    else:
+      raise RowError(where, RESPONSE,
+                     "expected response or response_token_ids, found neither")
+    bad = [i for i in ids if not 0 <= i < self.config.text.vocab_size]
+    if bad:
+      raise RowError(
+          where, RESPONSE,
+          f"response_token_ids: expected ids below "
+          f"{self.config.text.vocab_size}, found {bad[0]}")
+    return ids
+
+  def encode(self, text: str) -> list[int]:
+    """Token ids of a text, with no special tokens added."""
+    # Tokenizers set padding and truncation on shared state at every call.
+    with self._lock:
+      return list(self.tokenizer(text, add_special_tokens=False,
+                                 verbose=False)["input_ids"])
+
+  def decode(self, token_ids: Sequence[int],
+             skip_special_tokens: bool = True) -> str:
+    """Text of token ids."""
+    with self._lock:
+      return self.tokenizer.decode(
+          [int(i) for i in token_ids], skip_special_tokens=skip_special_tokens,
+          clean_up_tokenization_spaces=False)
+
+  def _measure(self, row, where):
+    """Everything about a prompt that is known before pixels are read.
+
+    Returns:
+      int32 [T] token ids, the modality of each medium and the media, both in
+      order of appearance.
+    """
+    text, images, videos = self._layout(row, where)
+    token_ids = self.encode(text)
+    if not token_ids:
+      raise RowError(where, TEMPLATE, "the prompt has no tokens")
+    if self.config.vision is None:
+      if images or videos:
+        raise RowError(
+            where, TEXT_ONLY,
+            f"{self._name} is a text-only checkpoint, found "
+            f"{len(images)} images and {len(videos)} videos")
+      token_ids, modalities, ordered = np.array(token_ids, np.int32), [], []
+    else:
+      found = {
+          "image": [self._image(source, where) for source in images],
+          "video": [self._video(*source, where) for source in videos],
+      }
+      unit = self.config.vision.spatial_merge_size**2
+      counts = {
+          modality: [int(np.prod(medium.grid)) // unit for medium in group]
+          for modality, group in found.items()
+      }
+      token_ids, modalities = placeholders.expand(
+          token_ids, counts, self._placeholder_ids, where)
+      queues = {modality: iter(group) for modality, group in found.items()}
+      ordered = [next(queues[modality]) for modality in modalities]
+    if (self.max_prompt_length is not None
+        and len(token_ids) > self.max_prompt_length):
+      raise RowError(
+          where, OVER_LIMIT,
+          f"expected a prompt of at most {self.max_prompt_length} tokens, "
+          f"found {len(token_ids)}")
+    return token_ids, modalities, ordered
+
+  def _layout(self, row, where):
+    """A prompt's text, images, and videos as (source, fps or None)."""
+    images = list(row.get("images", ()))
+    videos = list(row.get("videos", ()))
+    rates = row["fps"] if videos and "fps" in row else [None] * len(videos)
+    videos = list(zip(videos, rates, strict=True))
+    if isinstance(row["prompt"], str):
+      return row["prompt"], images, videos
+
+    spare = {"image": images, "video": videos}
+    own = {"image": [], "video": []}
+    messages = []
+    for message in row["prompt"]:
+      if not isinstance(message["content"], str):
+        parts = []
+        for part in message["content"]:
+          kind = part["type"]
+          if kind != "text":
+            own[kind].append(_take(part, spare[kind], where))
+            # Templates look at which keys are there, not at pixels.
+            part = {"type": kind, kind: kind}
+          parts.append(part)
+        message = {**message, "content": parts}
+      messages.append(message)
+    for kind, left in spare.items():
+      # Media left over belong to placeholders written out in the text, but
+      # next to parts nobody can tell which placeholder is whose.
+      if left and own[kind]:
+        raise RowError(
+            where, placeholders.COUNT,
+            f"{kind}s: expected one for each {kind} part without its own, found "
+            f"{len(left)} more")
+      own[kind] += left
+    return self._render(messages, where), own["image"], own["video"]
+
+  def _render(self, messages, where) -> str:
+    if self.chat_template is None:
+      raise RowError(
+          where, TEMPLATE,
+          f"{self._name} has no chat template; give the prompt as a string")
+    try:
+      return self.tokenizer.apply_chat_template(
+          messages, chat_template=self.chat_template, tokenize=False,
+          add_generation_prompt=True)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+      raise RowError(
+          where, TEMPLATE,
+          f"the chat template refuses the messages "
+          f"({str(error).splitlines()[0]})") from error
+
+  def _image(self, source, where) -> _Medium:
+    grid = self.image.grid(*media.image_size(source, where), where)
+    return _Medium(
+        grid, 0.0,
+        lambda: self.image.patches(media.load_image(source, where)))
+
+  def _video(self, source, fps, where) -> _Medium:
+    video = self.video
+    fps = fps or video.fps
+    if isinstance(source, str):
+      info = media.video_info(source, where)
+      indices = video.sample(info.num_frames, info.fps, fps)
+      fps = len(indices) / info.num_frames * info.fps
+      size = len(indices), info.height, info.width
+      read = lambda: media.read_video(source, indices, where)
+    else:
+      size = media.frames_size(source, where)
+      read = lambda: media.load_frames(source, where)
+    return _Medium(
+        video.grid(*size, where), video.temporal_patch_size / fps,
+        lambda: video.patches(read(), where))
+
+  def _check_vision(self):
+    """Tokenizer, preprocessors and model must describe the same inputs."""
+    for modality, text in _PLACEHOLDERS.items():
+      expected = getattr(self.config, f"{modality}_token_id")
+      found = self.encode(text)
+      if found != [expected]:
+        raise InputError(
+            f"{self._name}: expected {text} to be token {expected} "
+            f"({modality}_token_id), found {found}")
+      self._placeholder_ids[modality] = expected
+      preprocessor = getattr(self, modality)
+      if preprocessor is None:
+        raise InputError(f"{self._name}: no {modality} preprocessor")
+      for name, theirs in (("patch_size", "patch_size"),
+                           ("temporal_patch_size", "temporal_patch_size"),
+                           ("merge_size", "spatial_merge_size")):
+        found, expected = (getattr(preprocessor, name),
+                           getattr(self.config.vision, theirs))
+        if found != expected:
+          raise InputError(
+              f"{self._name}: {modality} preprocessor: expected {name} "
+              f"{expected} as in the model, found {found}")
+
+
+def _take(part, spare, where):
+  """The medium of a part: its own, or the next of the row's."""
+  kind = part["type"]
+  if kind in part:
+    return part[kind] if kind == "image" else (part[kind], part.get("fps"))
+  if not spare:
+    raise RowError(
+        where, placeholders.COUNT,
+        f"expected a path for each {kind} part or in {kind}s, found too few")
+  if kind == "image":
+    return spare.pop(0)
+  source, fps = spare.pop(0)
+  return source, part.get("fps", fps)
+
+
+def _preprocessors(path) -> tuple[ImagePreprocessor, VideoPreprocessor]:
+  names = ("processor_config.json", "video_preprocessor_config.json",
+           "preprocessor_config.json")
+  nested, video, image = (_read_json(os.path.join(path, n)) for n in names)
+  nested = nested or {}
+  image = nested.get("image_processor") or image
+  video = nested.get("video_processor") or video or image
+  if image is None:
+    raise InputError(
+        f"{path}: expected {names[0]} or {names[2]} for a model with vision, "
+        "found neither")
+  return (ImagePreprocessor(image, path),
+          VideoPreprocessor.from_config(video, path))
+
+
+def _chat_template(path) -> str | None:
+  """The processor's own template, which goes before the tokenizer's."""
+  try:
+    with open(os.path.join(path, "chat_template.jinja"),
+              encoding="utf-8") as file:
+      return file.read()
+  except FileNotFoundError:
+    legacy = _read_json(os.path.join(path, "chat_template.json"))
+    return (legacy or {}).get("chat_template")
+  except (OSError, UnicodeDecodeError) as error:
+    raise InputError(
+        f"{path}/chat_template.jinja: can't read ({error})") from error
+
+
+def _read_json(path) -> dict[str, Any] | None:
+  """A JSON object, or None where there is no such file."""
+  try:
+    with open(path, encoding="utf-8") as file:
+      value = json.load(file)
+  except FileNotFoundError:
+    return None
+  except (OSError, ValueError) as error:
+    raise InputError(f"{path}: can't read ({error})") from error
+  if not isinstance(value, dict):
+    raise InputError(f"{path}: expected a JSON object")
+  return value
