@@ -443,7 +443,7 @@ def policy_loss(
       loss = pg_loss + config.beta * kl_loss
 
   def total(values):
-    return jnp.sum(jnp.where(mask, values, 0), dtype=jnp.float32)
+    return jnp.sum(_select(mask, values))
 
   metrics = LossMetrics(
     loss=loss,
@@ -455,7 +455,7 @@ def policy_loss(
     old_kl=total(old_kl),
     ratio=total(ratio),
     entropy=None if entropy is None else total(entropy),
-    ratio_max=jnp.max(jnp.where(mask, ratio, 0.0)),
+    ratio_max=jnp.max(_select(mask, ratio)),
   )
   return loss, jax.lax.stop_gradient(metrics)
 

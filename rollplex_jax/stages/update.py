@@ -20,11 +20,11 @@ The trained tree may be a part of the model (a frozen vision tower stays with
 the caller): state, gradients and compute parameters have its structure only.
 """
 
+from collections.abc import Callable
 import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
