@@ -17,7 +17,7 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
-from rollplex_jax.data.rows import RowError
+from rollplex_jax.data.row_schema import RowError, first_line
 
 MISSING = "missing media file"
 UNREADABLE = "unreadable media"
@@ -150,11 +150,11 @@ def read_video(path: str, indices: Sequence[int], where: str) -> np.ndarray:
       else:
         raise ValueError(
             f"ends before frame {wanted[len(frames)] + 1}, truncated?")
+    return np.stack(frames)
   except RowError:
     raise
   except Exception as error:
     raise _unreadable(path, where, error) from error
-  return np.stack(frames)
 
 
 def _open_image(source, where):
@@ -177,7 +177,6 @@ def _check_exists(path, where):
 
 
 def _unreadable(path, where, error) -> RowError:
-  detail = (str(error) or type(error).__name__).splitlines()[0]
   # FFmpeg's and Pillow's messages repeat the path.
-  detail = detail.replace(f": {path!r}", "").replace(f" {path!r}", "")
+  detail = first_line(error).replace(f": {path!r}", "").replace(f" {path!r}", "")
   return RowError(where, UNREADABLE, f"can't read {path} ({detail})")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rollplex_jax.data.rows import RowError
+from rollplex_jax.data.row_schema import RowError
 
 COUNT = "placeholder count"
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+
 # The class that needs no torch; the public name picks by what is installed.
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
-    Qwen2VLImageProcessorPil,
-    smart_resize,
+  Qwen2VLImageProcessorPil,
+  smart_resize,
 )
 
-from rollplex_jax.data.rows import RowError
+from rollplex_jax.data.row_schema import RowError, first_line
 from rollplex_jax.errors import InputError
 
 BAD_SIZE = "media size"
@@ -39,7 +40,7 @@ class ImagePreprocessor:
     except (TypeError, ValueError, KeyError) as error:
       raise InputError(
           f"{where}: can't be used for images: "
-          f"{str(error).splitlines()[0]}") from error
+          f"{first_line(error)}") from error
     self.patch_size = self._processor.patch_size
     self.temporal_patch_size = self._processor.temporal_patch_size
     self.merge_size = self._processor.merge_size

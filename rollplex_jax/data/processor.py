@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import json
 import os
 import threading
 from typing import Any
 
 import jinja2
 import numpy as np
-import transformers
 
-from rollplex_jax.data import media
-from rollplex_jax.data import placeholders
+from rollplex_jax.data import assets, media, placeholders
+from rollplex_jax.data.layout import lay_out
 from rollplex_jax.data.preprocess import ImagePreprocessor, VideoPreprocessor
-from rollplex_jax.data.rows import RowError
+from rollplex_jax.data.row_schema import RowError, first_line
 from rollplex_jax.errors import InputError
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.positions import rope_index
@@ -61,7 +59,8 @@ class _Medium:
 
   grid: tuple[int, int, int]
   seconds_per_grid: float
-  patches: Callable[[], np.ndarray]
+  read: Callable[[], Any]
+  patches: Callable[[Any], np.ndarray]
 
 
 class Processor:
@@ -105,33 +104,18 @@ class Processor:
                       max_prompt_length: int | None = None) -> Processor:
     """Reads a checkpoint folder; needs neither torch nor the network.
 
-    Preprocessor settings are looked for where transformers looks:
-    `processor_config.json`, then `video_preprocessor_config.json`, then
-    `preprocessor_config.json`; the chat template in `chat_template.jinja`,
-    `chat_template.json`, then the tokenizer's own.
-
     Raises:
       InputError: if a file is missing or malformed, or if tokenizer,
         preprocessors and model disagree.
     """
     path = os.fspath(path)
-    config_file = os.path.join(path, "config.json")
-    raw = _read_json(config_file)
-    if raw is None:
-      raise InputError(f"{config_file}: no such file")
-    config = ModelConfig.from_hf(raw, config_file)
-    try:
-      tokenizer = transformers.AutoTokenizer.from_pretrained(
-          path, local_files_only=True)
-    except Exception as error:  # Which one depends on the file at fault.
-      raise InputError(
-          f"{path}: can't load the tokenizer "
-          f"({str(error).strip().splitlines()[0]})") from error
+    config = assets.read_config(path)
+    tokenizer = assets.read_tokenizer(path)
     template = tokenizer.chat_template
     image = video = None
     if config.vision is not None:
-      template = _chat_template(path) or template
-      image, video = _preprocessors(path)
+      template = assets.read_chat_template(path) or template
+      image, video = assets.read_preprocessors(path)
     if isinstance(template, dict):
       template = template.get("default")
     return cls(config=config, tokenizer=tokenizer, chat_template=template,
@@ -145,18 +129,26 @@ class Processor:
     through the chat template with the generation prompt.
 
     Args:
-      row: as `rows.validate_row` returns it.
+      row: as `row_schema.validate_row` returns it.
       where: names the row in errors.
 
     Raises:
       RowError: if media are missing, unreadable or don't match the
         placeholders, or if the prompt is over the limit. Nothing is ever cut.
     """
-    token_ids, modalities, media_ = self._measure(row, where)
-    patches = [medium.patches() for medium in media_]
+    token_ids, modalities, ordered = self._measure(row, where)
+    patches = []
+    for medium in ordered:
+      patches.append(medium.patches(medium.read()))
+      if len(patches[-1]) != np.prod(medium.grid):
+        raise RowError(
+            where, media.UNREADABLE,
+            f"a {modalities[len(patches) - 1]}: its header promises "
+            f"{np.prod(medium.grid)} patches, its pixels give "
+            f"{len(patches[-1])}")
     patch_dim = self.config.vision.patch_dim if self.config.vision else 0
-    grids = np.array([medium.grid for medium in media_], np.int64)
-    seconds = tuple(medium.seconds_per_grid for medium in media_)
+    grids = np.array([medium.grid for medium in ordered], np.int64)
+    seconds = tuple(medium.seconds_per_grid for medium in ordered)
     grids = grids.reshape(-1, 3)
     if self._placeholder_ids:
       is_vision = np.isin(token_ids, list(self._placeholder_ids.values()))
@@ -185,10 +177,10 @@ class Processor:
     Returns:
       The prompt's length in tokens.
     """
-    token_ids, _, media_ = self._measure(row, where)
+    token_ids, _, ordered = self._measure(row, where)
     if decode:
-      for medium in media_:
-        medium.patches()
+      for medium in ordered:
+        medium.read()
     if "response" in row or "response_token_ids" in row:
       self.response(row, where)
     return len(token_ids)
@@ -238,21 +230,24 @@ class Processor:
       int32 [T] token ids, the modality of each medium and the media, both in
       order of appearance.
     """
-    text, images, videos = self._layout(row, where)
+    layout = lay_out(row, where)
+    if self.config.vision is None and (layout.images or layout.videos):
+      raise RowError(
+          where, TEXT_ONLY,
+          f"{self._name} is a text-only checkpoint, found "
+          f"{len(layout.images)} images and {len(layout.videos)} videos")
+    text = layout.prompt
+    if not isinstance(text, str):
+      text = self._render(text, where)
     token_ids = self.encode(text)
     if not token_ids:
       raise RowError(where, TEMPLATE, "the prompt has no tokens")
     if self.config.vision is None:
-      if images or videos:
-        raise RowError(
-            where, TEXT_ONLY,
-            f"{self._name} is a text-only checkpoint, found "
-            f"{len(images)} images and {len(videos)} videos")
       token_ids, modalities, ordered = np.array(token_ids, np.int32), [], []
     else:
       found = {
-          "image": [self._image(source, where) for source in images],
-          "video": [self._video(*source, where) for source in videos],
+          "image": [self._image(source, where) for source in layout.images],
+          "video": [self._video(*source, where) for source in layout.videos],
       }
       unit = self.config.vision.spatial_merge_size**2
       counts = {
@@ -271,41 +266,6 @@ class Processor:
           f"found {len(token_ids)}")
     return token_ids, modalities, ordered
 
-  def _layout(self, row, where):
-    """A prompt's text, images, and videos as (source, fps or None)."""
-    images = list(row.get("images", ()))
-    videos = list(row.get("videos", ()))
-    rates = row["fps"] if videos and "fps" in row else [None] * len(videos)
-    videos = list(zip(videos, rates, strict=True))
-    if isinstance(row["prompt"], str):
-      return row["prompt"], images, videos
-
-    spare = {"image": images, "video": videos}
-    own = {"image": [], "video": []}
-    messages = []
-    for message in row["prompt"]:
-      if not isinstance(message["content"], str):
-        parts = []
-        for part in message["content"]:
-          kind = part["type"]
-          if kind != "text":
-            own[kind].append(_take(part, spare[kind], where))
-            # Templates look at which keys are there, not at pixels.
-            part = {"type": kind, kind: kind}
-          parts.append(part)
-        message = {**message, "content": parts}
-      messages.append(message)
-    for kind, left in spare.items():
-      # Media left over belong to placeholders written out in the text, but
-      # next to parts nobody can tell which placeholder is whose.
-      if left and own[kind]:
-        raise RowError(
-            where, placeholders.COUNT,
-            f"{kind}s: expected one for each {kind} part without its own, found "
-            f"{len(left)} more")
-      own[kind] += left
-    return self._render(messages, where), own["image"], own["video"]
-
   def _render(self, messages, where) -> str:
     if self.chat_template is None:
       raise RowError(
@@ -319,13 +279,12 @@ class Processor:
       raise RowError(
           where, TEMPLATE,
           f"the chat template refuses the messages "
-          f"({str(error).splitlines()[0]})") from error
+          f"({first_line(error)})") from error
 
   def _image(self, source, where) -> _Medium:
     grid = self.image.grid(*media.image_size(source, where), where)
-    return _Medium(
-        grid, 0.0,
-        lambda: self.image.patches(media.load_image(source, where)))
+    return _Medium(grid, 0.0, lambda: media.load_image(source, where),
+                   self.image.patches)
 
   def _video(self, source, fps, where) -> _Medium:
     video = self.video
@@ -340,8 +299,8 @@ class Processor:
       size = media.frames_size(source, where)
       read = lambda: media.load_frames(source, where)
     return _Medium(
-        video.grid(*size, where), video.temporal_patch_size / fps,
-        lambda: video.patches(read(), where))
+        video.grid(*size, where), video.temporal_patch_size / fps, read,
+        lambda frames: video.patches(frames, where))
 
   def _check_vision(self):
     """Tokenizer, preprocessors and model must describe the same inputs."""
@@ -365,61 +324,3 @@ class Processor:
           raise InputError(
               f"{self._name}: {modality} preprocessor: expected {name} "
               f"{expected} as in the model, found {found}")
-
-
-def _take(part, spare, where):
-  """The medium of a part: its own, or the next of the row's."""
-  kind = part["type"]
-  if kind in part:
-    return part[kind] if kind == "image" else (part[kind], part.get("fps"))
-  if not spare:
-    raise RowError(
-        where, placeholders.COUNT,
-        f"expected a path for each {kind} part or in {kind}s, found too few")
-  if kind == "image":
-    return spare.pop(0)
-  source, fps = spare.pop(0)
-  return source, part.get("fps", fps)
-
-
-def _preprocessors(path) -> tuple[ImagePreprocessor, VideoPreprocessor]:
-  names = ("processor_config.json", "video_preprocessor_config.json",
-           "preprocessor_config.json")
-  nested, video, image = (_read_json(os.path.join(path, n)) for n in names)
-  nested = nested or {}
-  image = nested.get("image_processor") or image
-  video = nested.get("video_processor") or video or image
-  if image is None:
-    raise InputError(
-        f"{path}: expected {names[0]} or {names[2]} for a model with vision, "
-        "found neither")
-  return (ImagePreprocessor(image, path),
-          VideoPreprocessor.from_config(video, path))
-
-
-def _chat_template(path) -> str | None:
-  """The processor's own template, which goes before the tokenizer's."""
-  try:
-    with open(os.path.join(path, "chat_template.jinja"),
-              encoding="utf-8") as file:
-      return file.read()
-  except FileNotFoundError:
-    legacy = _read_json(os.path.join(path, "chat_template.json"))
-    return (legacy or {}).get("chat_template")
-  except (OSError, UnicodeDecodeError) as error:
-    raise InputError(
-        f"{path}/chat_template.jinja: can't read ({error})") from error
-
-
-def _read_json(path) -> dict[str, Any] | None:
-  """A JSON object, or None where there is no such file."""
-  try:
-    with open(path, encoding="utf-8") as file:
-      value = json.load(file)
-  except FileNotFoundError:
-    return None
-  except (OSError, ValueError) as error:
-    raise InputError(f"{path}: can't read ({error})") from error
-  if not isinstance(value, dict):
-    raise InputError(f"{path}: expected a JSON object")
-  return value

@@ -2,12 +2,11 @@
 
 import hashlib
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 import numpy as np
 
 from rollplex_jax.data.processor import Processor
-from rollplex_jax.data.rows import validate_row
+from rollplex_jax.data.row_schema import validate_row
 from tests.goldens import inputs
 from tests.helpers import tiny_tokenizer
 
