@@ -279,13 +279,13 @@ def update_program(
   Compute parameters are None where they would equal the master weights: an
   array that a program returns twice is two buffers.
   """
-  grad_norm = optax.global_norm(grads)
+  grad_norm = optax.tree.norm(grads)
   finite = jnp.isfinite(grad_norm)
   # Optax relies on implicit promotion (Adam's bias correction).
   with jax.numpy_dtype_promotion("standard"):
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    rates = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
+    rates = optax.tree.get_all_with_path(opt_state, "learning_rate")
 
   def keep_if_finite(new, old):
     return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
