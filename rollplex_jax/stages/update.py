@@ -166,7 +166,7 @@ def make_optimizer(
   """
   transforms = []
   if config.max_grad_norm is not None:
-    transforms.append(optax.clip_by_global_norm(config.max_grad_norm))
+    transforms.append(_clip_by_global_norm(config.max_grad_norm))
   transforms.append(
     optax.scale_by_adam(
       b1=config.adam_beta1, b2=config.adam_beta2, eps=config.adam_epsilon
@@ -248,7 +248,8 @@ def apply_gradients(
     The new state; the new compute parameters, which are the leaves of
     `state.params` themselves where the dtype is float32; and metrics, each an
     array []: `actor/grad_norm` (before clipping), `actor/update_skipped` (0 or
-    1), and `actor/lr` where the optimizer state holds a `learning_rate`.
+    1), and `actor/lr`, the rate of the last update that was not skipped, where
+    the optimizer state holds a `learning_rate`.
 
   Raises:
     ValueError: gradients that don't match the parameters, naming the leaf.
@@ -281,32 +282,57 @@ def update_program(
   """
   grad_norm = optax.tree.norm(grads)
   finite = jnp.isfinite(grad_norm)
-  # Optax relies on implicit promotion (Adam's bias correction).
+
+  def update(state):
+    updates, opt_state = optax.with_extra_args_support(optimizer).update(
+      grads, state.opt_state, state.params, grad_norm=grad_norm
+    )
+    return state.replace(
+      step=state.step + 1,
+      params=optax.apply_updates(state.params, updates),
+      opt_state=opt_state,
+    )
+
+  def skip(state):
+    return state.replace(skipped_steps=state.skipped_steps + 1)
+
+  # A branch and not a select per leaf: XLA then writes every leaf in place,
+  # where selects make it keep two more trees of float32 as temporaries.
+  # Optax relies on implicit promotion (in Adam's bias correction).
   with jax.numpy_dtype_promotion("standard"):
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    rates = optax.tree.get_all_with_path(opt_state, "learning_rate")
-
-  def keep_if_finite(new, old):
-    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-
-  params = keep_if_finite(params, state.params)
-  applied = finite.astype(jnp.int32)
-  new_state = TrainState(
-    step=state.step + applied,
-    skipped_steps=state.skipped_steps + 1 - applied,
-    params=params,
-    opt_state=keep_if_finite(opt_state, state.opt_state),
-  )
-  metrics = {"actor/grad_norm": grad_norm, "actor/update_skipped": 1 - applied}
-  # Optax also keeps a schedule's own state under the name.
-  rates = [rate for _, rate in rates if isinstance(rate, jax.Array)]
-  if rates:
-    metrics["actor/lr"] = rates[0]
+    state = jax.lax.cond(finite, update, skip, state)
+  metrics = {
+    "actor/grad_norm": grad_norm,
+    "actor/update_skipped": (~finite).astype(jnp.int32),
+  }
+  # Optax also keeps the schedule's own state under the name.
+  for _, rate in optax.tree.get_all_with_path(state.opt_state, "learning_rate"):
+    if isinstance(rate, jax.Array):
+      metrics["actor/lr"] = rate
   compute_params = None
   if compute_dtype != jnp.float32:
-    compute_params = cast_params(params, compute_dtype)
-  return new_state, compute_params, metrics
+    compute_params = cast_params(state.params, compute_dtype)
+  return state, compute_params, metrics
+
+
+def _clip_by_global_norm(
+  max_norm: float,
+) -> optax.GradientTransformationExtraArgs:
+  """Clipping as one scalar factor, which XLA fuses into what comes after.
+
+  `optax.clip_by_global_norm` selects per leaf, and XLA then keeps a clipped
+  copy of every gradient. The norm may be handed in where it is known.
+  """
+
+  def clip(grads, state, params=None, *, grad_norm=None, **extra_args):
+    del params, extra_args
+    norm = optax.tree.norm(grads) if grad_norm is None else grad_norm
+    factor = max_norm / jnp.maximum(norm, max_norm)
+    return jax.tree.map(lambda grad: grad * factor, grads), state
+
+  return optax.GradientTransformationExtraArgs(
+    lambda params: optax.EmptyState(), clip
+  )
 
 
 def _to_master(leaf) -> jax.Array:

@@ -5,12 +5,17 @@ import math
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
 from rollplex_jax.errors import InputError
 from rollplex_jax.stages import update
 from rollplex_jax.stages.update import OptimizerConfig
+from tests.helpers import devices
+
+devices.use_virtual_devices()
 
 
 def _params(seed=0, dtype=np.float32):
@@ -271,9 +276,9 @@ class BuffersTest(StrictTestCase):
       .memory_analysis()
     )
     # Master weights and two moments are written where they lie; all that is
-    # new is the copy in another dtype. What the program needs in between does
-    # not grow to a second copy of the tree.
+    # new is the copy in another dtype, and nothing is held in between.
     self.assertGreaterEqual(memory.alias_size_in_bytes, 3 * size)
+    self.assertLess(memory.temp_size_in_bytes, tree["a"].nbytes)
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes
     copy = size // 2 if compute_dtype == "bfloat16" else 0
     self.assertBetween(new - copy, 0, 1024)
@@ -290,6 +295,42 @@ class BuffersTest(StrictTestCase):
     self.assertLen(shared, 4 if compute_dtype == "float32" else 0)
     # Gradients stay the caller's.
     self.assertFalse(any(leaf.is_deleted() for leaf in grads.values()))
+
+  def test_shardings_are_kept(self):
+    mesh = jax.make_mesh(
+      (8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,),
+      devices=devices.use_virtual_devices(),
+    )  # fmt: skip
+    shard = lambda tree: {
+      "w": jax.device_put(tree["w"], NamedSharding(mesh, P("fsdp"))),
+      "norm": jax.device_put(tree["norm"], NamedSharding(mesh, P())),
+    }
+    rng = np.random.default_rng(0)
+    params, grads = (
+      {
+        "w": rng.normal(0, 1, (16, 3)).astype(np.float32),
+        "norm": rng.normal(0, 1, 3).astype(np.float32),
+      }
+      for _ in range(2)
+    )
+    config = _CONFIGS["decay"]
+    optimizer = update.make_optimizer(config)
+    state = update.create_state(shard(params), optimizer)
+    state, compute_params, _ = update.apply_gradients(
+      state, shard(grads), optimizer, jnp.bfloat16
+    )
+    # Master weights, both moments, compute parameters.
+    found = jax.tree.leaves((state.params, state.opt_state, compute_params))
+    shardings = [leaf.sharding.spec for leaf in found if leaf.ndim == 2]
+    self.assertEqual(shardings, [P("fsdp")] * 4)
+    self.assertTrue(
+      all(leaf.is_fully_replicated for leaf in found if leaf.ndim < 2)
+    )
+    expected = reference_updates(
+      jax.tree.leaves(params), [jax.tree.leaves(grads)], config
+    )
+    for leaf, number in zip(jax.tree.leaves(state.params), expected):
+      np.testing.assert_allclose(leaf, number, rtol=2e-6, atol=2e-6)
 
   def test_host_arrays_are_copied(self):
     optimizer = optax.sgd(1.0)
