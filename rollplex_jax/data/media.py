@@ -38,7 +38,8 @@ class VideoInfo:
 def image_size(source: Any, where: str) -> tuple[int, int]:
   """Height and width of a picture as `load_image` gives it.
 
-  Reads no more of the file than its format asks for. Raises as `load_image`.
+  Reads the file's header alone where the format allows it (a PNG may hold its
+  EXIF tag behind the pixels, so it is read to the end). Raises as `load_image`.
   """
   if isinstance(source, np.ndarray):
     return source.shape[0], source.shape[1]
@@ -94,7 +95,10 @@ def load_frames(frames: Any, where: str) -> np.ndarray:
   """
   if isinstance(frames, np.ndarray):
     return frames
-  arrays = [np.asarray(load_image(frame, where)) for frame in frames]
+  arrays = [
+      frame if isinstance(frame, np.ndarray)
+      else np.asarray(load_image(frame, where)) for frame in frames
+  ]
   for i, array in enumerate(arrays):
     if array.shape != arrays[0].shape:
       expected, found = ("x".join(map(str, a.shape[1::-1]))
@@ -178,5 +182,7 @@ def _check_exists(path, where):
 
 def _unreadable(path, where, error) -> RowError:
   # FFmpeg's and Pillow's messages repeat the path.
-  detail = first_line(error).replace(f": {path!r}", "").replace(f" {path!r}", "")
+  detail = first_line(error)
+  for repeated in (f": {path!r}", f" {path!r}"):
+    detail = detail.replace(repeated, "")
   return RowError(where, UNREADABLE, f"can't read {path} ({detail})")

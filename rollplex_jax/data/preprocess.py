@@ -214,8 +214,9 @@ def _target_size(height, width, factor, min_pixels, max_pixels, do_resize,
     try:
       return smart_resize(height, width, factor, min_pixels, max_pixels)
     except ValueError as error:
-      raise RowError(where, BAD_SIZE,
-                     f"a picture of {width}x{height} pixels: {error}") from error
+      raise RowError(
+          where, BAD_SIZE,
+          f"a picture of {width}x{height} pixels: {error}") from error
   if height % factor or width % factor:
     raise RowError(
         where, BAD_SIZE,

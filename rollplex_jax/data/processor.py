@@ -157,7 +157,8 @@ class Processor:
     feature_index = np.where(is_vision, np.cumsum(is_vision) - 1, -1)
     return Prompt(
         token_ids=token_ids,
-        positions=rope_index(token_ids, grids, modalities, seconds, self.config),
+        positions=rope_index(
+            token_ids, grids, modalities, seconds, self.config),
         feature_index=feature_index.astype(np.int32),
         patches=(np.concatenate(patches) if patches
                  else np.zeros((0, patch_dim), np.float32)),

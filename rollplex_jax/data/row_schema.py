@@ -8,9 +8,9 @@
 
 `prompt` is a list of messages, which goes through the checkpoint's chat
 template, or a plain string, which is used as it is. Media are named in the
-message parts, or by `images` and `videos` on the row: lists that fill, in order,
-the placeholders of a string prompt and the parts that name no medium of their
-own (`{"type": "image"}`). `fps` on the row is the rate of those `videos`: one
+message parts, or by `images` and `videos` on the row: lists that fill, in
+order, the placeholders of a string prompt and the parts that name no medium of
+their own (`{"type": "image"}`). `fps` on the row is the rate of those `videos`: one
 number, or one per video. Further keys are left alone for reward functions; null
 values count as absent.
 
@@ -220,7 +220,8 @@ def _drop_nulls(mapping):
 
 def _bad(where, name, expected, found) -> RowError:
   return RowError(
-      where, "invalid row", f"{name}: expected {expected}, found {_show(found)}")
+      where, "invalid row",
+      f"{name}: expected {expected}, found {_show(found)}")
 
 
 def _show(value) -> str:

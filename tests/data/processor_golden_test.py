@@ -1,6 +1,7 @@
 """Prompts against the reference processor's recorded outputs."""
 
 import hashlib
+import tempfile
 
 from absl.testing import absltest, parameterized
 import numpy as np
@@ -21,7 +22,7 @@ class ProcessorGoldenTest(parameterized.TestCase):
   def setUpClass(cls):
     super().setUpClass()
     folder = tiny_tokenizer.write_checkpoint(
-        absltest.get_default_test_tmpdir() + "/golden")
+        cls.enterClassContext(tempfile.TemporaryDirectory()))
     cls.processor = Processor.from_checkpoint(folder)
     cls.goldens = np.load(inputs.PROCESSOR_GOLDENS)
 
