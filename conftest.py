@@ -11,6 +11,13 @@ from tests.helpers import devices
 
 devices.use_virtual_devices()
 
+# Most of the time goes into compiling: keep what was compiled for the next run.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+  jax.config.update(
+      "jax_compilation_cache_dir",
+      str(pathlib.Path(__file__).parent / ".cache" / "jax"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
 
 def _has_module(*names: str) -> bool:
   return all(importlib.util.find_spec(name) for name in names)

@@ -91,8 +91,7 @@ def _targets_of(root: pathlib.Path, build: pathlib.Path) -> list[Target]:
   package = folder.relative_to(root).as_posix()
   found = []
 
-  def glob(include, exclude=(), allow_empty=True):
-    del allow_empty
+  def glob(include, exclude=(), **_):
     names = {path for pattern in include for path in folder.glob(pattern)}
     names -= {path for pattern in exclude for path in folder.glob(pattern)}
     return sorted(
@@ -118,7 +117,7 @@ def _targets_of(root: pathlib.Path, build: pathlib.Path) -> list[Target]:
     note(name, srcs, deps, is_test=True)
 
   def py_tests(deps, exclude=(), **_):
-    note("py_tests", glob(["*_test.py"], exclude), deps, is_test=True)
+    note("py_tests", glob(["*.py"], exclude), deps, is_test=True)
 
   ignore: Callable[..., None] = lambda *_, **__: None
   names = dict.fromkeys(
