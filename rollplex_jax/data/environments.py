@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-  """An episodic world. One instance serves one thread; pickling makes another."""
+  """An episodic world. One instance serves one thread; it can be pickled."""
 
   @property
   def actions(self) -> tuple[str, ...]:
