@@ -1,0 +1,271 @@
+"""The configuration of a training run.
+
+Frozen dataclasses say what exists and check it; a launcher holds the same tree
+as an `ml_collections.ConfigDict`, so that every key can be set by a flag
+(`--config.optimizer.learning_rate=1e-5`) and a wrong key or type is refused.
+Hyper-parameter names are those of TRL and verl.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+import typing
+from typing import Any
+
+import ml_collections
+from ml_collections import config_dict
+
+from rollplex_jax.errors import InputError
+from rollplex_jax.stages.objectives import ObjectiveConfig
+from rollplex_jax.stages.update import OptimizerConfig
+
+
+class Algorithm(enum.StrEnum):
+  RL = "rl"
+  SUPERVISED = "supervised"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+  """The model that is trained.
+
+  Attributes:
+    path: checkpoint folder in Hugging Face's layout.
+    compute_dtype: of the parameters that programs read; master weights and
+      optimizer state are float32 whatever it is.
+    freeze_vision_tower: train the text decoder only.
+    remat: recompute layers in the backward pass.
+  """
+
+  path: str = ""
+  compute_dtype: str = "float32"
+  freeze_vision_tower: bool = True
+  remat: bool = False
+
+  def __post_init__(self):
+    if self.compute_dtype not in ("float32", "bfloat16"):
+      raise InputError(
+          f"policy.compute_dtype={self.compute_dtype!r}: expected float32 or "
+          "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+  """A world in place of rows. No `level`, no environment.
+
+  Attributes:
+    level: a MiniGrid or BabyAI id, such as BabyAI-GoToObjS6-v1.
+    image_size: side of the square frames, in pixels.
+    max_actions: longest plan that is executed.
+    length_penalty: share of the reward that a plan of max_actions loses.
+    must_stop: a plan that goes on after success fails.
+    noise: probability that a demonstration has one wrong action.
+    num_episodes: start states to train on, each with its own seed.
+    eval_episodes: held-out start states.
+    first_episode: index of the first training start state.
+    train_split: "train" or "warm_start": which seeds to train on.
+  """
+
+  level: str = ""
+  image_size: int = 56
+  max_actions: int = 12
+  length_penalty: float = 0.3
+  must_stop: bool = False
+  noise: float = 0.0
+  num_episodes: int = 1 << 20
+  eval_episodes: int = 512
+  first_episode: int = 0
+  train_split: str = "train"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+  """What is learned from: rows with a reward function, or an environment.
+
+  Attributes:
+    rows: JSONL file to train on.
+    eval_rows: held-out JSONL file; empty for no evaluation.
+    reward: "module:function" or "file.py:function"; for RL on rows.
+    environment: a world in place of rows and reward.
+    max_prompt_length: longest prompt in tokens; a longer one is refused, never
+      cut. 0 for no limit.
+    skip_bad_rows: leave bad rows out, counted by reason, instead of stopping.
+  """
+
+  rows: str = ""
+  eval_rows: str = ""
+  reward: str = ""
+  environment: EnvironmentConfig = EnvironmentConfig()
+  max_prompt_length: int = 0
+  skip_bad_rows: bool = False
+
+  def __post_init__(self):
+    if self.rows and self.environment.level:
+      raise InputError(
+          "data: set either data.rows or data.environment.level, found both")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+  """How completions are drawn.
+
+  Attributes:
+    num_generations: completions per prompt.
+    max_completion_length, temperature, top_k, top_p: as in `SamplingConfig`.
+  """
+
+  num_generations: int = 8
+  max_completion_length: int = 256
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+
+  def __post_init__(self):
+    if self.num_generations < 1:
+      raise InputError(
+          f"rollout.num_generations={self.num_generations}: expected at least 1")
+    if self.temperature <= 0:
+      raise InputError(
+          f"rollout.temperature={self.temperature}: expected more than 0, "
+          "greedy samples have no gradient")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+  """A run.
+
+  Attributes:
+    algorithm: "rl" or "supervised".
+    policy, data, rollout, objective, optimizer: see there.
+    train_batch_size: prompts (supervised: rows) per step.
+    gen_batch_size: prompts that are rolled out per step; those groups whose
+      rewards are not all equal are trained on, up to train_batch_size (DAPO's
+      dynamic sampling). 0 rolls out train_batch_size and trains on them all.
+    mini_batch_size: prompts per update; 0 for all of train_batch_size.
+    micro_batch_size: samples per forward and backward pass; 0 for all of a
+      mini-batch. Results do not depend on it.
+    num_iterations: passes over a rollout's samples.
+    total_steps: steps of the run.
+    max_seconds: end earlier after so many seconds; 0 for no limit.
+    eval_every: steps between evaluations, beside the first and last; 0 for
+      those two only.
+    eval_batch_size: prompts per batch of an evaluation.
+    seed: of sampling and of the order of rows.
+    with_entropy: measure the policy's entropy (costs a pass over the logits).
+  """
+
+  algorithm: Algorithm = Algorithm.RL
+  policy: PolicyConfig = PolicyConfig()
+  data: DataConfig = DataConfig()
+  rollout: RolloutConfig = RolloutConfig()
+  objective: ObjectiveConfig = ObjectiveConfig()
+  optimizer: OptimizerConfig = OptimizerConfig()
+  train_batch_size: int = 8
+  gen_batch_size: int = 0
+  mini_batch_size: int = 0
+  micro_batch_size: int = 0
+  num_iterations: int = 1
+  total_steps: int = 100
+  max_seconds: float = 0.0
+  eval_every: int = 0
+  eval_batch_size: int = 64
+  seed: int = 0
+  with_entropy: bool = True
+
+  def __post_init__(self):
+    object.__setattr__(self, "algorithm", Algorithm(self.algorithm))
+    for name in ("train_batch_size", "num_iterations", "total_steps",
+                 "eval_batch_size"):
+      if getattr(self, name) < 1:
+        raise InputError(
+            f"{name}={getattr(self, name)}: expected at least 1")
+    for name in ("gen_batch_size", "mini_batch_size", "micro_batch_size",
+                 "eval_every"):
+      if getattr(self, name) < 0:
+        raise InputError(f"{name}={getattr(self, name)}: expected 0 or more")
+    if 0 < self.gen_batch_size < self.train_batch_size:
+      raise InputError(
+          f"gen_batch_size={self.gen_batch_size}: expected at least "
+          f"train_batch_size={self.train_batch_size}")
+    if self.mini_batch_size and self.train_batch_size % self.mini_batch_size:
+      raise InputError(
+          f"mini_batch_size={self.mini_batch_size}: expected a divisor of "
+          f"train_batch_size={self.train_batch_size}")
+    if self.micro_batch_size > self.samples_per_update:
+      raise InputError(
+          f"micro_batch_size={self.micro_batch_size}: expected at most the "
+          f"{self.samples_per_update} samples of a mini-batch")
+    # Sharing one length between rollout and loss leaves no room for a mistake.
+    if (self.objective.max_completion_length is not None
+        and self.objective.max_completion_length
+        != self.rollout.max_completion_length):
+      raise InputError(
+          "objective.max_completion_length="
+          f"{self.objective.max_completion_length}: expected "
+          "rollout.max_completion_length="
+          f"{self.rollout.max_completion_length}")
+
+  @property
+  def prompts_per_update(self) -> int:
+    return self.mini_batch_size or self.train_batch_size
+
+  @property
+  def samples_per_update(self) -> int:
+    per_prompt = (self.rollout.num_generations
+                  if self.algorithm == Algorithm.RL else 1)
+    return self.prompts_per_update * per_prompt
+
+  @property
+  def updates_per_step(self) -> int:
+    return (self.num_iterations * self.train_batch_size
+            // self.prompts_per_update)
+
+
+def to_config_dict(config: Any) -> ml_collections.ConfigDict:
+  """The tree of a config dataclass as a ConfigDict whose keys are fixed."""
+  out = ml_collections.ConfigDict()
+  hints = typing.get_type_hints(type(config))
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    if dataclasses.is_dataclass(value):
+      out[field.name] = to_config_dict(value)
+    elif value is None:
+      out[field.name] = config_dict.placeholder(
+          _plain_type(hints[field.name]))
+    else:
+      out[field.name] = str(value) if isinstance(value, enum.Enum) else value
+  return out
+
+
+def from_config_dict(cls: type, raw: ml_collections.ConfigDict,
+                     where: str = "config") -> Any:
+  """Builds a config dataclass from a ConfigDict.
+
+  Raises:
+    InputError: for a key that does not exist or a value out of range.
+  """
+  hints = typing.get_type_hints(cls)
+  unknown = sorted(set(raw.keys()) - {f.name for f in dataclasses.fields(cls)})
+  if unknown:
+    raise InputError(f"{where}.{unknown[0]}: no such key")
+  values = {}
+  for name in raw.keys():
+    value = raw[name]
+    if isinstance(value, ml_collections.ConfigDict):
+      value = from_config_dict(hints[name], value, f"{where}.{name}")
+    values[name] = value
+  try:
+    return cls(**values)
+  except InputError:
+    raise
+  except (TypeError, ValueError) as e:
+    raise InputError(f"{where}: {e}") from e
+
+
+def _plain_type(hint: Any) -> type:
+  """The type a key holds when it is not None; enums are given as text."""
+  if isinstance(hint, types.UnionType):
+    hint = next(t for t in typing.get_args(hint) if t is not type(None))
+  return str if issubclass(hint, enum.Enum) else hint

@@ -1,0 +1,100 @@
+"""From single prompts to padded batches of a bounded number of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollplex_jax.data.processor import Prompt
+from rollplex_jax.models.config import VisionConfig
+from rollplex_jax.models.inputs import PromptInputs, VisionInputs, plan_vision
+from rollplex_jax.models.positions import next_position
+
+
+def bucket(size: int, smallest: int = 4) -> int:
+  """The smallest bucket that holds `size`: 4, 5, 6 or 7 times a power of two.
+
+  Four buckets per doubling: at most a quarter is padding (a tenth on average)
+  and programs up to a million tokens come in 72 lengths.
+  """
+  size = max(size, smallest, 4)
+  scale = 1 << max((size - 1).bit_length() - 3, 0)
+  return -(-size // scale) * scale
+
+
+def stack_prompts(prompts: Sequence[Prompt], row_ids: Sequence[int],
+                  num_rows: int | None = None,
+                  length: int | None = None) -> PromptInputs:
+  """Pads prompts to one rectangle.
+
+  Feature indices are shifted to count through the media of the whole batch, in
+  the order of `prompts`, as `pack_vision` packs them.
+
+  Args:
+    prompts: B prompts.
+    row_ids: their identities, which key sampling.
+    num_rows: rows of the result; empty rows of length 0 fill it up.
+    length: padded length P; the bucket of the longest prompt if None.
+
+  Returns:
+    Numpy `PromptInputs`.
+  """
+  num_rows = num_rows or len(prompts)
+  length = length or bucket(max(len(p.token_ids) for p in prompts))
+  out = PromptInputs(
+      token_ids=np.zeros((num_rows, length), np.int32),
+      lengths=np.zeros(num_rows, np.int32),
+      positions=np.zeros((3, num_rows, length), np.int32),
+      feature_index=np.full((num_rows, length), -1, np.int32),
+      next_position=np.zeros(num_rows, np.int32),
+      row_ids=np.zeros(num_rows, np.int32),
+  )
+  offset = 0
+  for b, (prompt, row_id) in enumerate(zip(prompts, row_ids, strict=True)):
+    t = len(prompt.token_ids)
+    index = prompt.feature_index
+    out.token_ids[b, :t] = prompt.token_ids
+    out.lengths[b] = t
+    out.positions[:, b, :t] = prompt.positions
+    out.feature_index[b, :t] = np.where(index >= 0, index + offset, -1)
+    out.next_position[b] = next_position(prompt.positions)
+    out.row_ids[b] = row_id
+    offset += int((index >= 0).sum())
+  return out
+
+
+def pack_vision(prompts: Sequence[Prompt],
+                config: VisionConfig | None) -> VisionInputs | None:
+  """Packs the media of a batch, or None where there are none."""
+  if config is None or not any(len(p.grids) for p in prompts):
+    return None
+  unit = config.spatial_merge_size ** 2
+  return plan_vision(
+      np.concatenate([p.patches for p in prompts]),
+      np.concatenate([p.grids for p in prompts]), config,
+      lambda n: unit * bucket(-(-n // unit)))
+
+
+def take_rows(prompts: PromptInputs, rows: np.ndarray) -> PromptInputs:
+  """Some rows of a numpy batch; feature indices keep their meaning."""
+  return PromptInputs(
+      token_ids=prompts.token_ids[rows], lengths=prompts.lengths[rows],
+      positions=prompts.positions[:, rows],
+      feature_index=prompts.feature_index[rows],
+      next_position=prompts.next_position[rows],
+      row_ids=prompts.row_ids[rows])
+
+
+def stack_responses(responses: Sequence[Sequence[int]],
+                    num_rows: int | None = None,
+                    length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+  """Pads responses to int32 [N, R] token ids and int32 [N] lengths."""
+  num_rows = num_rows or len(responses)
+  length = length or bucket(max(map(len, responses)))
+  token_ids = np.zeros((num_rows, length), np.int32)
+  lengths = np.zeros(num_rows, np.int32)
+  for i, response in enumerate(responses):
+    token_ids[i, :len(response)] = response
+    lengths[i] = len(response)
+  return token_ids, lengths

@@ -1,0 +1,488 @@
+"""The training loop.
+
+One step of RL, with parameters W:
+  1. roll out G completions of each prompt under W
+  2. score them and take group-relative advantages
+  3. log-probs under the reference (and, for several updates, under W)
+  4. loss and gradient at W, summed over micro-batches
+  5. one optimizer update, W -> W'
+Steps 4 and 5 repeat for further mini-batches and iterations. A supervised step
+is 4 and 5 on given responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import os
+import pathlib
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rollplex_jax import metrics as metrics_lib
+from rollplex_jax import schedule
+from rollplex_jax.config import Algorithm, TrainConfig, to_config_dict
+from rollplex_jax.data.pipeline import Example, input_pipeline
+from rollplex_jax.data.processor import Processor
+from rollplex_jax.errors import InputError
+from rollplex_jax.evaluation import Evaluation, evaluate
+from rollplex_jax.models import hf, weights
+from rollplex_jax.models.weights import Params
+from rollplex_jax.stages import objectives, update
+from rollplex_jax.stages.rollout import Completions
+from rollplex_jax.stages.sampling import SamplingConfig
+from rollplex_jax.tasks import Task, make_task
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """What a display is told after each step."""
+
+  step: int
+  total_steps: int
+  metrics: dict[str, float]
+
+
+class Trainer:
+  """Trains a policy by RL or by supervised learning.
+
+  Attributes:
+    config: the run's configuration.
+    model_config: the policy's.
+    processor: its tokenizer and preprocessors.
+    task: what is learned.
+    params: current compute parameters.
+    state: master weights and optimizer state.
+  """
+
+  def __init__(self, config: TrainConfig, *, task: Task | None = None):
+    """Loads the policy and checks rows, reward and settings.
+
+    Args:
+      config: the run.
+      task: in place of the one that `config.data` describes.
+
+    Raises:
+      InputError: naming the setting, file, row or tensor that is wrong.
+    """
+    if not config.policy.path:
+      raise InputError("policy.path is not set: expected a checkpoint folder")
+    self.config = config
+    self.supervised = config.algorithm == Algorithm.SUPERVISED
+    self.processor = Processor.from_checkpoint(
+        config.policy.path,
+        max_prompt_length=config.data.max_prompt_length or None)
+    self.task = task or make_task(
+        config.data, self.processor, supervised=self.supervised)
+    if len(self.task.train_rows) < 1:
+      raise InputError("data: there are no rows to train on")
+    dtype = jnp.dtype(config.policy.compute_dtype)
+    self.model_config, loaded = hf.load_checkpoint(
+        config.policy.path, jnp.float32)
+    self.frozen = {}
+    if "visual" in loaded and config.policy.freeze_vision_tower:
+      self.frozen = update.cast_params({"visual": loaded.pop("visual")}, dtype)
+    self.optimizer = update.make_optimizer(config.optimizer)
+    self.state = update.create_state(loaded, self.optimizer)
+    self._trained = update.cast_params(self.state.params, dtype)
+    self.reference = None
+    if not self.supervised and config.objective.beta > 0:
+      # A copy: the first update donates the master weights.
+      self.reference = jax.tree.map(jnp.copy, self._trained)
+    # dr_grpo divides by the rollout's length limit.
+    self.objective = dataclasses.replace(
+        config.objective,
+        max_completion_length=config.rollout.max_completion_length)
+    rollout = config.rollout
+    self.sampling = SamplingConfig(
+        max_completion_length=rollout.max_completion_length,
+        temperature=rollout.temperature, top_k=rollout.top_k,
+        top_p=rollout.top_p, eos_token_ids=self.eos_token_ids(),
+        banned_token_ids=self.model_config.vision_token_ids)
+    self.skipped_rows = 0
+
+  @property
+  def params(self) -> Params:
+    """{"text": ..., "visual": ...} in the compute dtype."""
+    return {**self.frozen, **self._trained}
+
+  @property
+  def num_parameters(self) -> int:
+    return weights.num_parameters(self.params)
+
+  def eos_token_ids(self) -> tuple[int, ...]:
+    """Tokens that end a completion: the model's and the tokenizer's."""
+    ids = set(self.model_config.eos_token_ids)
+    if self.processor.tokenizer.eos_token_id is not None:
+      ids.add(self.processor.tokenizer.eos_token_id)
+    return tuple(sorted(ids))
+
+  # -- the loop --------------------------------------------------------------
+
+  def train(self, output_dir: str | os.PathLike, *,
+            on_step: Callable[[Progress], None] = lambda _: None,
+            tensorboard: bool = True, wandb_project: str = "",
+            evaluate_ends: bool = True) -> dict[str, Any]:
+    """Runs all steps and writes the run's files.
+
+    Args:
+      output_dir: gets metrics.jsonl, samples.jsonl, tensorboard/, config.json,
+        policy/ (a checkpoint) and summary.json.
+      on_step: told after each step.
+      tensorboard: write TensorBoard events.
+      wandb_project: log there too.
+      evaluate_ends: evaluate before the first and after the last step.
+
+    Returns:
+      The summary, as written.
+
+    Raises:
+      InputError: if `output_dir` already holds a run.
+    """
+    folder = pathlib.Path(output_dir)
+    if (folder / "metrics.jsonl").exists():
+      raise InputError(f"{folder}: already holds a run; choose another folder")
+    config_tree = to_config_dict(self.config).to_dict()
+    start = time.perf_counter()
+    compiled = metrics_lib.CompileCounter()
+    writer = metrics_lib.MetricsWriter(
+        folder, tensorboard=tensorboard, wandb_project=wandb_project,
+        config=config_tree)
+    metrics_lib.write_json(folder / "config.json", config_tree)
+    evaluations: list[tuple[int, Evaluation]] = []
+
+    def run_evaluation(step):
+      if self.task.eval_rows is not None:
+        evaluations.append((step, self.evaluate(self.task.eval_rows)))
+        writer.write(step, evaluations[-1][1].metrics())
+
+    phases: dict[str, float] = {}
+    steps = tokens = 0
+    try:
+      if evaluate_ends:
+        run_evaluation(0)
+      train_start = time.perf_counter()
+      batches = self._batches()
+      while steps < self.config.total_steps:
+        waiting = time.perf_counter()
+        examples = next(batches)
+        waited = time.perf_counter() - waiting
+        values, samples = self.step(examples, steps)
+        values["timing_s/data"] = waited
+        steps += 1
+        for name, value in values.items():
+          if name.startswith("timing_s/"):
+            phases[name[9:]] = phases.get(name[9:], 0.0) + value
+        tokens += int(values["perf/total_num_tokens"])
+        values |= compiled.metrics()
+        writer.write(steps, values)
+        writer.write_samples(samples)
+        on_step(Progress(steps, self.config.total_steps, values))
+        elapsed = time.perf_counter() - train_start
+        if self.config.max_seconds and elapsed >= self.config.max_seconds:
+          break
+        if self.config.eval_every and steps % self.config.eval_every == 0:
+          if steps < self.config.total_steps:
+            run_evaluation(steps)
+      train_seconds = time.perf_counter() - train_start
+      if evaluate_ends:
+        run_evaluation(steps)
+      self.save(folder / "policy")
+    finally:
+      writer.close()
+      compiled.close()
+    summary = {
+        "algorithm": str(self.config.algorithm), "steps": steps,
+        "num_parameters": self.num_parameters,
+        "train_seconds": train_seconds,
+        "wall_seconds": time.perf_counter() - start,
+        "phase_seconds": phases,
+        "tokens_per_second": tokens / max(train_seconds, 1e-9),
+        "compilations": compiled.count, "compile_seconds": compiled.seconds,
+        "skipped_rows": self.skipped_rows,
+        "evaluations": [
+            {"step": step, **e.metrics()} for step, e in evaluations],
+    }
+    metrics_lib.write_json(folder / "summary.json", summary)
+    return summary
+
+  def save(self, path: str | os.PathLike) -> None:
+    """Writes the policy as a checkpoint that `transformers` loads."""
+    hf.save_checkpoint(path, self.model_config, self.params,
+                       assets_from=self.config.policy.path)
+
+  def evaluate(self, rows: Sequence, **kwargs) -> Evaluation:
+    """Greedy completions of held-out rows, scored."""
+    return evaluate(
+        self.params, self.model_config, self.processor, rows, self.task.score,
+        dataclasses.replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0),
+        batch_size=self.config.eval_batch_size, **kwargs)
+
+  def _batches(self):
+    """An endless iterator over batches of examples, in a seeded order."""
+    config = self.config
+
+    def skip(error):
+      del error
+      self.skipped_rows += 1
+
+    process = self.processor.prompt
+    if self.supervised:
+      process = self._supervised_example
+    rows = self.task.train_rows
+    dataset = input_pipeline(
+        rows, process, seed=config.seed,
+        batch_size=(config.train_batch_size if self.supervised
+                    else config.gen_batch_size or config.train_batch_size),
+        on_bad_row=skip if self.task.may_skip else None)
+    return iter(dataset)
+
+  def step(self, examples: list[Example], step: int):
+    """One step. Returns its metrics and the samples to record."""
+    timer = metrics_lib.PhaseTimer()
+    start = time.perf_counter()
+    run = self._supervised_step if self.supervised else self._rl_step
+    values, samples = run(examples, step, timer)
+    seconds = time.perf_counter() - start
+    values |= timer.metrics()
+    values["timing_s/step"] = values["perf/time_per_step"] = seconds
+    values["perf/throughput"] = values["perf/total_num_tokens"] / seconds
+    values["training/global_step"] = step + 1
+    return values, samples
+
+  # -- RL --------------------------------------------------------------------
+
+  def _rl_step(self, examples: list[Example], step: int, timer):
+    config, rollout = self.config, self.config.rollout
+    with timer.phase("gen"):
+      batch = schedule.make_batch(
+          self.model_config, [e.prompt for e in examples],
+          [e.index for e in examples])
+      features = self._features(batch)
+      completions = jax.device_get(schedule.roll_out(
+          self.params, self.model_config, self.sampling, batch, features,
+          num_generations=rollout.num_generations, seed=config.seed,
+          step=step))
+    with timer.phase("reward"):
+      texts, scores = self._score(examples, completions)
+      rewards = np.array([s["overall"] for s in scores], np.float32).reshape(
+          completions.lengths.shape)
+    with timer.phase("adv"):
+      advantages = np.asarray(objectives.group_advantages(
+          jnp.asarray(rewards), self.objective))
+      kept = self._kept_groups(rewards)
+    values = self._rollout_metrics(batch, completions, rewards, scores)
+    values["train/groups"] = float(len(kept))
+    if len(kept):
+      samples = _samples(kept, completions, advantages)
+      values |= self._updates(batch, features, samples, completions, kept,
+                              step, timer)
+    record = _record(step, examples, texts, scores, rollout.num_generations,
+                     set(kept.tolist()))
+    return values, record
+
+  def _features(self, batch) -> jax.Array | None:
+    if batch.vision is None:
+      return None
+    return schedule.vision_program(
+        self.params, self.model_config, batch.vision)
+
+  def _score(self, examples, completions: Completions):
+    """Texts and scores of all samples, in order."""
+    g = completions.lengths.shape[1]
+    texts = [
+        self.processor.decode(ids[:length])
+        for ids, length in zip(
+            completions.token_ids.reshape(-1, completions.token_ids.shape[2]),
+            completions.lengths.reshape(-1))]
+    rows = [e.row for e in examples for _ in range(g)]
+    indices = [e.index for e in examples for _ in range(g)]
+    return texts, self.task.score(texts, rows, indices)
+
+  def _kept_groups(self, rewards: np.ndarray) -> np.ndarray:
+    """Rows of the groups that are trained on."""
+    if not self.config.gen_batch_size:
+      return np.arange(len(rewards))
+    mixed = np.flatnonzero(rewards.max(axis=1) != rewards.min(axis=1))
+    return mixed[:self.config.train_batch_size]
+
+  def _updates(self, batch, features, samples: schedule.Samples,
+               completions: Completions, kept, step, timer):
+    """Scores under reference and old policy, then updates the policy."""
+    config = self.config
+    temperature = config.rollout.temperature
+    micro = config.micro_batch_size or config.samples_per_update
+    several = (config.num_iterations > 1
+               or len(kept) > config.prompts_per_update)
+    common = dict(temperature=temperature, micro_batch_size=micro)
+    if self.reference is not None:
+      with timer.phase("ref"):
+        params = {**self.frozen, **self.reference}
+        # A frozen tower is the reference's own; a trained one is not.
+        seen = features
+        if "visual" in self.reference and batch.vision is not None:
+          seen = schedule.vision_program(
+              params, self.model_config, batch.vision)
+        samples = dataclasses.replace(samples, ref_logprobs=schedule.score(
+            params, self.model_config, batch, seen, samples, **common))
+    if several:
+      with timer.phase("old_log_prob"):
+        samples = dataclasses.replace(samples, old_logprobs=schedule.score(
+            self.params, self.model_config, batch, features, samples,
+            **common))
+    values, total, first = {}, None, None
+    with timer.phase("update_actor"):
+      for order in self._mini_batches(len(kept), step):
+        part = samples.take(order)
+        if first is None:
+          # Before anything is updated the ratio is exactly one; the loss
+          # needs no old log-probs and gives those of this policy.
+          part = dataclasses.replace(part, old_logprobs=None)
+        grads, metrics, logprobs = schedule.gradient(
+            self._trained, self.frozen, self.model_config, self.objective,
+            batch, features, part, remat=config.policy.remat,
+            with_entropy=config.with_entropy, **common)
+        if first is None:
+          first = order, logprobs
+        self.state, self._trained, new = update.apply_gradients(
+            self.state, grads, self.optimizer, config.policy.compute_dtype)
+        del grads
+        values |= new
+        total = metrics if total is None else total.merge(metrics)
+      values |= total.finalize()
+      values = {k: float(v) for k, v in jax.device_get(values).items()}
+    return values | _gap(completions, kept, *first)
+
+  def _mini_batches(self, num_groups: int, step: int):
+    """Sample numbers of each mini-batch, over all iterations.
+
+    Groups stay whole, so a mini-batch has the same advantages alone as
+    together. The first iteration keeps their order, later ones shuffle.
+    """
+    g, size = self.config.rollout.num_generations, self.config.prompts_per_update
+    for iteration in range(self.config.num_iterations):
+      groups = np.arange(num_groups)
+      if iteration:
+        np.random.default_rng((self.config.seed, step, iteration)).shuffle(
+            groups)
+      for i in range(0, num_groups, size):
+        part = groups[i:i + size]
+        yield (part[:, None] * g + np.arange(g)).reshape(-1)
+
+  def _rollout_metrics(self, batch, completions, rewards, scores):
+    lengths = completions.lengths.reshape(-1)
+    prompt_lengths = batch.inputs.lengths
+    g = completions.lengths.shape[1]
+    mixed = rewards.max(axis=1) != rewards.min(axis=1)
+    size = batch.inputs.token_ids.size
+    values = {
+        **metrics_lib.spread("critic/score", rewards.reshape(-1)),
+        **metrics_lib.spread("response_length", lengths),
+        "response_length/clip_ratio": float(1 - completions.finished.mean()),
+        **metrics_lib.spread("prompt_length", prompt_lengths),
+        "train/mixed_groups": float(mixed.mean()),
+        "perf/total_num_tokens": float(
+            lengths.sum() + prompt_lengths.sum() * g),
+        "perf/prompt_padding": float(1 - prompt_lengths.sum() / size),
+    }
+    for name in scores[0]:
+      if name != "overall":
+        values[f"reward/{name}"] = float(np.mean([s[name] for s in scores]))
+    return values
+
+  # -- supervised ------------------------------------------------------------
+
+  def _supervised_example(self, row, where):
+    """(prompt, response ids with an EOS at the end)."""
+    prompt = self.processor.prompt(row, where)
+    response = self.processor.response(row, where)
+    eos = self.processor.tokenizer.eos_token_id
+    if eos is not None and (not response or response[-1] != eos):
+      response = [*response, eos]
+    return prompt, response
+
+  def _supervised_step(self, examples: list[Example], step: int, timer):
+    del step
+    config = self.config
+    with timer.phase("data"):
+      prompts, responses = zip(*(e.prompt for e in examples))
+      batch = schedule.make_batch(
+          self.model_config, prompts, [e.index for e in examples])
+      token_ids, lengths = schedule.batching.stack_responses(responses)
+      samples = schedule.Samples(
+          prompt_index=np.arange(len(prompts), dtype=np.int32),
+          token_ids=token_ids, lengths=lengths,
+          advantages=np.zeros(len(prompts), np.float32))
+    values, losses = {}, []
+    with timer.phase("update_actor"):
+      features = None if "visual" in self._trained else self._features(batch)
+      size = config.prompts_per_update
+      for i in range(0, len(prompts), size):
+        grads, loss = schedule.supervised_gradient(
+            self._trained, self.frozen, self.model_config, batch, features,
+            samples.take(np.arange(i, min(i + size, len(prompts)))),
+            micro_batch_size=config.micro_batch_size or size,
+            remat=config.policy.remat)
+        self.state, self._trained, new = update.apply_gradients(
+            self.state, grads, self.optimizer, config.policy.compute_dtype)
+        values |= new
+        losses.append(loss)
+      values = {k: float(v) for k, v in jax.device_get(values).items()}
+    values["train/loss"] = float(np.mean(jax.device_get(losses)))
+    values["perf/total_num_tokens"] = float(
+        lengths.sum() + batch.inputs.lengths.sum())
+    return values, []
+
+
+def _samples(kept: np.ndarray, completions: Completions,
+             advantages: np.ndarray) -> schedule.Samples:
+  """The samples of the groups that are kept, group after group."""
+  g, r = completions.token_ids.shape[1:]
+  return schedule.Samples(
+      prompt_index=np.repeat(kept, g).astype(np.int32),
+      token_ids=completions.token_ids[kept].reshape(-1, r),
+      lengths=completions.lengths[kept].reshape(-1),
+      advantages=advantages[kept].reshape(-1))
+
+
+def _gap(completions: Completions, kept, order, logprobs) -> dict[str, float]:
+  """How far training log-probs are from those recorded in the rollout."""
+  r = completions.logprobs.shape[2]
+  recorded = completions.logprobs[kept].reshape(-1, r)[order]
+  lengths = completions.lengths[kept].reshape(-1)[order]
+  mask = np.arange(r) < lengths[:, None]
+  gap = np.abs(recorded - logprobs)[mask]
+  if not gap.size:
+    return {}
+  return {"training/rollout_logprobs_diff_mean": float(gap.mean()),
+          "training/rollout_logprobs_diff_max": float(gap.max())}
+
+
+def _record(step, examples, texts, scores, num_generations, kept):
+  """Lines of samples.jsonl."""
+  for b, example in enumerate(examples):
+    for g in range(num_generations):
+      n = b * num_generations + g
+      yield {"step": step + 1, "row": example.index, "sample": g,
+             "prompt": prompt_text(example.row), "completion": texts[n],
+             "reward": scores[n]["overall"],
+             "scores": scores[n], "trained": b in kept}
+
+
+def prompt_text(row: dict[str, Any]) -> str:
+  """A row's prompt in words: its text parts, media named by kind."""
+  prompt = row["prompt"]
+  if isinstance(prompt, str):
+    return prompt
+  parts = []
+  for message in prompt:
+    content = message["content"]
+    if isinstance(content, str):
+      content = [{"type": "text", "text": content}]
+    parts += [p["text"] if p["type"] == "text" else f"<{p['type']}>"
+              for p in content]
+  return " ".join(parts)
