@@ -8,6 +8,7 @@ own suffix, a decode cache) without another copy of the layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+import itertools
 from typing import Any
 
 import jax
@@ -111,7 +112,7 @@ def rope(config: TextConfig, positions: jax.Array) -> Rope:
     for size in config.mrope_section:
       cuts.append(cuts[-1] + size)
     angles = jnp.concatenate(
-        [angles[i, ..., a:b] for i, (a, b) in enumerate(zip(cuts, cuts[1:]))],
+        [angles[i, ..., a:b] for i, (a, b) in enumerate(itertools.pairwise(cuts))],
         axis=-1)
   angles = jnp.concatenate([angles, angles], axis=-1)
   return jnp.cos(angles), jnp.sin(angles)

@@ -175,14 +175,16 @@ def _write_shards(folder, config, params, dtype, shard_bytes) -> str:
   for i, names in enumerate(shards):
     file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
     (folder / f"part-{i}").rename(folder / file)
-    where |= {name: file for name in names}
+    where |= dict.fromkeys(names, file)
   index = {"metadata": {"total_size": total}, "weight_map": where}
   (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
   return written
 
 
 def _write_part(folder, i, tensors) -> list[str]:
-  save_file(tensors, folder / f"part-{i}", metadata={"format": "pt"})
+  path = folder / f"part-{i}"
+  save_file(tensors, path, metadata={"format": "pt"})
+  path.chmod(0o644)  # The library leaves it unreadable to others.
   return list(tensors)
 
 

@@ -80,6 +80,7 @@ class Weight:
 
 
 def is_weight(x) -> bool:
+  """Tells the leaves of a declared tree, for `jax.tree` functions."""
   return isinstance(x, Weight)
 
 
