@@ -87,6 +87,7 @@ class RoundTripTest(CheckpointTestCase):
     loaded, got = hf.load_checkpoint(self.path)
     self.assertEqual(loaded, config)
     self.assert_same(got, params)
+    self.assertEqual((self.path / FILE).stat().st_mode & 0o777, 0o644)
     raw = json.loads((self.path / "config.json").read_text())
     self.assertEqual(raw["torch_dtype"], np.dtype(dtype).name)
 
