@@ -97,7 +97,8 @@ class DataConfig:
   rows: str = ""
   eval_rows: str = ""
   reward: str = ""
-  environment: EnvironmentConfig = EnvironmentConfig()
+  environment: EnvironmentConfig = dataclasses.field(
+      default_factory=EnvironmentConfig)
   max_prompt_length: int = 0
   skip_bad_rows: bool = False
 
@@ -157,11 +158,16 @@ class TrainConfig:
   """
 
   algorithm: Algorithm = Algorithm.RL
-  policy: PolicyConfig = PolicyConfig()
-  data: DataConfig = DataConfig()
-  rollout: RolloutConfig = RolloutConfig()
-  objective: ObjectiveConfig = ObjectiveConfig()
-  optimizer: OptimizerConfig = OptimizerConfig()
+  policy: PolicyConfig = dataclasses.field(
+      default_factory=PolicyConfig)
+  data: DataConfig = dataclasses.field(
+      default_factory=DataConfig)
+  rollout: RolloutConfig = dataclasses.field(
+      default_factory=RolloutConfig)
+  objective: ObjectiveConfig = dataclasses.field(
+      default_factory=ObjectiveConfig)
+  optimizer: OptimizerConfig = dataclasses.field(
+      default_factory=OptimizerConfig)
   train_batch_size: int = 8
   gen_batch_size: int = 0
   mini_batch_size: int = 0

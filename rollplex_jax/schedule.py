@@ -95,6 +95,14 @@ class Samples:
         self.old_logprobs, self.ref_logprobs)))
 
 
+def features_of(params: Params, config: ModelConfig,
+                batch: PromptBatch) -> jax.Array | None:
+  """Merged vision features of a batch, or None where it has no media."""
+  if batch.vision is None:
+    return None
+  return vision_program(params, config, batch.vision)
+
+
 def roll_out(params: Params, config: ModelConfig, sampling: SamplingConfig,
              batch: PromptBatch, features: jax.Array | None, *,
              num_generations: int, seed: int, step: int) -> Completions:
@@ -250,16 +258,19 @@ def vision_program(params, config, vision) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="config")
 def prefix_program(params, config, prompts, features):
+  """`prefix.prefix_kv`, compiled."""
   return prefix.prefix_kv(params, config, prompts, features)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"))
 def decode_program(params, config, sampling, prompts, kv, keys):
+  """`rollout.decode`, compiled."""
   return rollout.decode(params, config, sampling, prompts, kv, keys)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature"))
 def score_program(params, config, prompts, features, responses, temperature):
+  """`full_sequence.response_logprobs` without entropies, compiled."""
   return full_sequence.response_logprobs(
       params, config, prompts, features, responses,
       temperature=temperature)[0]
@@ -267,6 +278,7 @@ def score_program(params, config, prompts, features, responses, temperature):
 
 @jax.jit
 def zeros_program(trained):
+  """float32 zeros like the trained parameters."""
   return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
 
 

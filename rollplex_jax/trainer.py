@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rollplex_jax import inference, schedule
 from rollplex_jax import metrics as metrics_lib
-from rollplex_jax import schedule
 from rollplex_jax.config import Algorithm, TrainConfig, to_config_dict
+from rollplex_jax.data import batching
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
@@ -101,7 +102,8 @@ class Trainer:
     self.sampling = SamplingConfig(
         max_completion_length=rollout.max_completion_length,
         temperature=rollout.temperature, top_k=rollout.top_k,
-        top_p=rollout.top_p, eos_token_ids=self.eos_token_ids(),
+        top_p=rollout.top_p, eos_token_ids=inference.eos_token_ids(
+            self.model_config, self.processor),
         banned_token_ids=self.model_config.vision_token_ids)
     self.skipped_rows = 0
 
@@ -113,13 +115,6 @@ class Trainer:
   @property
   def num_parameters(self) -> int:
     return weights.num_parameters(self.params)
-
-  def eos_token_ids(self) -> tuple[int, ...]:
-    """Tokens that end a completion: the model's and the tokenizer's."""
-    ids = set(self.model_config.eos_token_ids)
-    if self.processor.tokenizer.eos_token_id is not None:
-      ids.add(self.processor.tokenizer.eos_token_id)
-    return tuple(sorted(ids))
 
   # -- the loop --------------------------------------------------------------
 
@@ -262,7 +257,8 @@ class Trainer:
       batch = schedule.make_batch(
           self.model_config, [e.prompt for e in examples],
           [e.index for e in examples])
-      features = self._features(batch)
+      features = schedule.features_of(
+          self.params, self.model_config, batch)
       completions = jax.device_get(schedule.roll_out(
           self.params, self.model_config, self.sampling, batch, features,
           num_generations=rollout.num_generations, seed=config.seed,
@@ -284,12 +280,6 @@ class Trainer:
     record = _record(step, examples, texts, scores, rollout.num_generations,
                      set(kept.tolist()))
     return values, record
-
-  def _features(self, batch) -> jax.Array | None:
-    if batch.vision is None:
-      return None
-    return schedule.vision_program(
-        self.params, self.model_config, batch.vision)
 
   def _score(self, examples, completions: Completions):
     """Texts and scores of all samples, in order."""
@@ -324,9 +314,8 @@ class Trainer:
         params = {**self.frozen, **self.reference}
         # A frozen tower is the reference's own; a trained one is not.
         seen = features
-        if "visual" in self.reference and batch.vision is not None:
-          seen = schedule.vision_program(
-              params, self.model_config, batch.vision)
+        if "visual" in self.reference:
+          seen = schedule.features_of(params, self.model_config, batch)
         samples = dataclasses.replace(samples, ref_logprobs=schedule.score(
             params, self.model_config, batch, seen, samples, **common))
     if several:
@@ -412,14 +401,17 @@ class Trainer:
       prompts, responses = zip(*(e.prompt for e in examples))
       batch = schedule.make_batch(
           self.model_config, prompts, [e.index for e in examples])
-      token_ids, lengths = schedule.batching.stack_responses(responses)
+      token_ids, lengths = batching.stack_responses(responses)
       samples = schedule.Samples(
           prompt_index=np.arange(len(prompts), dtype=np.int32),
           token_ids=token_ids, lengths=lengths,
           advantages=np.zeros(len(prompts), np.float32))
     values, losses = {}, []
     with timer.phase("update_actor"):
-      features = None if "visual" in self._trained else self._features(batch)
+      features = None
+      if "visual" not in self._trained:
+        features = schedule.features_of(
+            self.params, self.model_config, batch)
       size = config.prompts_per_update
       for i in range(0, len(prompts), size):
         grads, loss = schedule.supervised_gradient(

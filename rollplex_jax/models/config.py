@@ -205,7 +205,8 @@ class ModelConfig:
       }
     for name in ("image_token_id", "video_token_id", "vision_start_token_id",
                  "vision_end_token_id", "bos_token_id", "pad_token_id"):
-      if getattr(self, name) is not None:
+      # An absent bos_token_id would mean the library's default.
+      if getattr(self, name) is not None or name == "bos_token_id":
         raw[name] = getattr(self, name)
     if self.eos_token_ids:
       ids = list(self.eos_token_ids)

@@ -1,0 +1,120 @@
+"""What every command shares: flags, errors in one line, results as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+import contextlib
+import logging
+import os
+import pathlib
+import re
+import sys
+from typing import Any
+
+from absl import app, flags
+import jax
+import tqdm
+
+from rollplex_jax.errors import InputError
+from rollplex_jax.metrics import write_json
+
+_JSON = flags.DEFINE_string(
+    "json", None, "File for the result, as one JSON object.")
+_CACHE = flags.DEFINE_string(
+    "compilation_cache_dir",
+    os.path.join(os.environ.get("XDG_CACHE_HOME")
+                 or os.path.expanduser("~/.cache"), "rollplex", "xla"),
+    "Folder where compiled programs are kept between runs; empty for none.")
+_CACHE_BYTES = 4 << 30
+
+
+def run(main: Callable[[], dict[str, Any] | None]) -> None:
+  """Runs a command and exits.
+
+  Bad flags and `InputError`s become one line on standard error and exit status
+  1. What `main` returns is written to the file that --json names.
+  """
+
+  def wrapped(argv):
+    del argv
+    # Which backends are not there is no news to a user.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+    _enable_compilation_cache()
+    try:
+      result = main()
+      if _JSON.value and result is not None:
+        write_json(_JSON.value, result)
+    except InputError as error:
+      fail(error)
+    except KeyboardInterrupt:
+      fail("interrupted", status=130)
+
+  app.run(wrapped, flags_parser=_parse)
+
+
+def fail(message: Any, status: int = 1) -> None:
+  """Prints one line and exits."""
+  line = " ".join(str(message).split())
+  print(f"error: {line}", file=sys.stderr)
+  sys.exit(status)
+
+
+def _parse(argv: list[str]) -> list[str]:
+  try:
+    rest = flags.FLAGS(argv)
+  except (flags.Error, AttributeError, KeyError, TypeError, ValueError,
+          OSError) as error:
+    fail(_flag_message(error, argv))
+  if len(rest) > 1:
+    fail(f"unexpected argument {rest[1]!r}; flags are --name=value")
+  return rest
+
+
+def _flag_message(error: Exception, argv: list[str]) -> str:
+  """What is wrong with the flags; a config key is given with its flag."""
+  message = str(error.args[0] if error.args else error)
+  unknown = re.match(r"[\"'\\]*(\w+)[\"'\\]*", message)
+  hint = re.search(r"Did you mean.*\?", message)
+  for arg in argv[1:]:
+    flag = arg.split("=")[0]
+    if flag.endswith(f".{unknown and unknown[1]}"):
+      return f"{flag}: no such key. {hint[0] if hint else ''}"
+  return message
+
+
+def _enable_compilation_cache() -> None:
+  if _CACHE.value and not jax.config.jax_compilation_cache_dir:
+    jax.config.update("jax_compilation_cache_dir", _CACHE.value)
+    jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
+
+
+def required(flag: flags.FlagHolder) -> str:
+  """A flag's value, or an error that names it."""
+  if not flag.value:
+    raise InputError(f"--{flag.name} is not set")
+  return flag.value
+
+
+def progress(label: str, total: int | None = None) -> Callable:
+  """A wrapper of iterables that shows a bar on a terminal."""
+
+  def wrap(items: Iterable) -> Iterable:
+    return tqdm.tqdm(items, desc=label, total=total, leave=False,
+                     disable=not sys.stderr.isatty())
+
+  return wrap
+
+
+@contextlib.contextmanager
+def whole_file(path: str):
+  """Opens a text file that appears under its name only when it is whole."""
+  target = pathlib.Path(path)
+  if not target.parent.is_dir():
+    raise InputError(f"{path}: the folder {target.parent} does not exist")
+  work = target.with_name(f".{target.name}.{os.getpid()}")
+  try:
+    with work.open("w") as file:
+      yield file
+    work.replace(target)
+  finally:
+    work.unlink(missing_ok=True)

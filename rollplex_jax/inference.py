@@ -1,0 +1,134 @@
+"""Completing rows and scoring given responses, outside of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from rollplex_jax import schedule
+from rollplex_jax.data import batching
+from rollplex_jax.data.pipeline import Example, input_pipeline
+from rollplex_jax.data.processor import Processor
+from rollplex_jax.models.config import ModelConfig
+from rollplex_jax.models.weights import Params
+from rollplex_jax.stages.sampling import SamplingConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """One completion of a row.
+
+  Attributes:
+    text: decoded, without special tokens.
+    token_ids: as drawn, the EOS included.
+    logprobs: of each token, natural logarithm, at the sampling temperature.
+    finish_reason: "stop" where an EOS ended it, "length" where the limit did.
+  """
+
+  text: str
+  token_ids: list[int]
+  logprobs: list[float]
+  finish_reason: str
+
+
+def eos_token_ids(config: ModelConfig, processor: Processor) -> tuple[int, ...]:
+  """Tokens that end a completion: the model's and the tokenizer's."""
+  ids = set(config.eos_token_ids)
+  if processor.tokenizer.eos_token_id is not None:
+    ids.add(processor.tokenizer.eos_token_id)
+  return tuple(sorted(ids))
+
+
+def complete(params: Params, config: ModelConfig, processor: Processor,
+             rows: Sequence, sampling: SamplingConfig, *,
+             num_generations: int = 1, batch_size: int = 8, seed: int = 0,
+             progress: Callable = iter,
+             ) -> Iterator[tuple[Example, list[Completion]]]:
+  """Completes rows in their order.
+
+  A completion depends on its row's content and index, on its number and on
+  `seed`, not on the batch it is drawn in.
+
+  Args:
+    params: {"text": ..., "visual": ...}.
+    config: the model's configuration.
+    processor: tokenizer and preprocessors.
+    rows: random-access rows with `where`.
+    sampling: how to draw; temperature 0 for greedy.
+    num_generations: completions per row.
+    batch_size: rows at a time; the last batch is filled up with empty rows.
+    seed: of sampling.
+    progress: wraps the iteration over batches.
+
+  Yields:
+    Each row's example and its completions.
+  """
+  batch_size = min(batch_size, len(rows))
+  for examples in progress(_batches(rows, processor.prompt, batch_size)):
+    batch = schedule.make_batch(
+        config, [e.prompt for e in examples], [e.index for e in examples],
+        num_rows=batch_size)
+    features = schedule.features_of(params, config, batch)
+    out = jax.device_get(schedule.roll_out(
+        params, config, sampling, batch, features,
+        num_generations=num_generations, seed=seed, step=0))
+    for b, example in enumerate(examples):
+      completions = []
+      for g in range(num_generations):
+        n = int(out.lengths[b, g])
+        ids = out.token_ids[b, g, :n].tolist()
+        completions.append(Completion(
+            processor.decode(ids), ids, out.logprobs[b, g, :n].tolist(),
+            "stop" if out.finished[b, g] else "length"))
+      yield example, completions
+
+
+def score(params: Params, config: ModelConfig, processor: Processor,
+          rows: Sequence, *, batch_size: int = 8, temperature: float = 1.0,
+          progress: Callable = iter,
+          ) -> Iterator[tuple[Example, list[int], list[float]]]:
+  """Log-probs of the rows' responses, token by token, in the rows' order.
+
+  Args:
+    params: {"text": ..., "visual": ...}.
+    config: the model's configuration.
+    processor: tokenizer and preprocessors.
+    rows: random-access rows with `where` and with responses.
+    batch_size: rows at a time.
+    temperature: divides the logits.
+    progress: wraps the iteration over batches.
+
+  Yields:
+    Each row's example, its response's token ids and their log-probs.
+  """
+  batch_size = min(batch_size, len(rows))
+
+  def process(row, where):
+    return processor.prompt(row, where), processor.response(row, where)
+
+  for examples in progress(_batches(rows, process, batch_size)):
+    prompts, responses = zip(*(e.prompt for e in examples))
+    batch = schedule.make_batch(
+        config, prompts, [e.index for e in examples], num_rows=batch_size)
+    features = schedule.features_of(params, config, batch)
+    token_ids, lengths = batching.stack_responses(
+        responses, num_rows=batch_size)
+    samples = schedule.Samples(
+        prompt_index=np.arange(batch_size, dtype=np.int32),
+        token_ids=token_ids, lengths=lengths,
+        advantages=np.zeros(batch_size, np.float32))
+    logprobs = schedule.score(
+        params, config, batch, features, samples, temperature=temperature,
+        micro_batch_size=batch_size)
+    for example, response, values in zip(examples, responses, logprobs):
+      yield example, list(response), values[:len(response)].tolist()
+
+
+def _batches(rows: Sequence, process: Callable[[dict, str], Any],
+             batch_size: int):
+  return input_pipeline(rows, process, batch_size=batch_size, num_epochs=1,
+                        drop_remainder=False, prefetch=batch_size)
