@@ -6,9 +6,10 @@ Qwen2 does, the special tokens last; a chat template for text, images and
 videos; settings of the image and the video processor.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import json
 import os
+from typing import Any
 
 import tokenizers
 from tokenizers import (
@@ -68,8 +69,9 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-_IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)  # OpenAI CLIP's.
-_IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
+# OpenAI CLIP's, which the published checkpoints use.
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _BICUBIC = 3
 
 
@@ -83,6 +85,8 @@ def build_tokenizer(
   temporal_patch_size: int = 2,
   min_pixels: int | None = None,
   max_pixels: int = 448 * 448,
+  image_mean: Sequence[float] = CLIP_MEAN,
+  image_std: Sequence[float] = CLIP_STD,
   max_length: int = 32768,
 ) -> dict[str, int]:
   """Trains a tokenizer on `texts` and writes its folder.
@@ -103,6 +107,11 @@ def build_tokenizer(
       smallest that gives one merged feature, so that small frames stay as
       they are if their sides are multiples of patch_size * merge_size.
     max_pixels: frames and images of more are reduced.
+    image_mean: red, green and blue that become 0, of a white of 1. A vision
+      tower trained from nothing on drawings should see their background as 0:
+      on black ones, CLIP's photo statistics bury the drawing in a constant
+      offset, and learning did not start within 15 times the steps.
+    image_std: what is divided by afterwards.
     max_length: the tokenizer's stated limit.
 
   Returns:
@@ -123,6 +132,11 @@ def build_tokenizer(
       f"min_pixels and max_pixels: expected 0 < min_pixels <= max_pixels, "
       f"found {min_pixels} and {max_pixels}"
     )
+  if len(image_mean) != 3 or len(image_std) != 3 or min(image_std) <= 0.0:
+    raise InputError(
+      "image_mean and image_std: expected 3 numbers each, the second positive, "
+      f"found {list(image_mean)} and {list(image_std)}"
+    )
   tokenizer = _train(texts, vocab_size - len(SPECIAL_TOKENS))
   pixels = dict(
     patch_size=patch_size,
@@ -130,6 +144,8 @@ def build_tokenizer(
     temporal_patch_size=temporal_patch_size,
     min_pixels=min_pixels,
     max_pixels=max_pixels,
+    image_mean=list(image_mean),
+    image_std=list(image_std),
   )
   try:
     os.makedirs(output_dir, exist_ok=True)
@@ -195,7 +211,7 @@ def _tokenizer_config(max_length: int) -> dict:
   )
 
 
-def _image_config(pixels: dict[str, int]) -> dict:
+def _image_config(pixels: dict[str, Any]) -> dict:
   return dict(
     image_processor_type="Qwen2VLImageProcessor",
     processor_class="Qwen2_5_VLProcessor",
@@ -203,7 +219,7 @@ def _image_config(pixels: dict[str, int]) -> dict:
   )
 
 
-def _video_config(pixels: dict[str, int]) -> dict:
+def _video_config(pixels: dict[str, Any]) -> dict:
   return dict(
     video_processor_type="Qwen2VLVideoProcessor",
     processor_class="Qwen2_5_VLProcessor",
@@ -215,7 +231,7 @@ def _video_config(pixels: dict[str, int]) -> dict:
   )
 
 
-def _common_config(pixels: dict[str, int]) -> dict:
+def _common_config(pixels: dict[str, Any]) -> dict:
   return dict(
     do_convert_rgb=True,
     do_resize=True,
@@ -223,8 +239,6 @@ def _common_config(pixels: dict[str, int]) -> dict:
     do_normalize=True,
     rescale_factor=1 / 255,
     resample=_BICUBIC,
-    image_mean=list(_IMAGE_MEAN),
-    image_std=list(_IMAGE_STD),
     size=dict(
       shortest_edge=pixels["min_pixels"], longest_edge=pixels["max_pixels"]
     ),

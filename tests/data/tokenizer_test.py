@@ -146,12 +146,33 @@ class TokenizerTest(parameterized.TestCase):
       self.assertEqual(settings["size"]["shortest_edge"], min_pixels)
       self.assertEqual(settings["min_pixels"], min_pixels)
 
+  def test_black_is_zero_where_asked(self):
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl
+
+    folder = self.enterContext(tempfile.TemporaryDirectory())
+    tokenizer.build_tokenizer(
+      ["a"], 264, folder, image_mean=(0, 0, 0), image_std=(0.25, 0.25, 0.5)
+    )
+    processor = (
+      image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil.from_pretrained(
+        folder
+      )
+    )
+    frames = [np.full((28, 28, 3), value, np.uint8) for value in (0, 255)]
+    pixels = processor(frames, return_tensors="np")["pixel_values"]
+    pixels = pixels.reshape(2, 4, 3, 2 * 14 * 14)
+    np.testing.assert_array_equal(pixels[0], 0.0)
+    for channel, white in enumerate((4.0, 4.0, 2.0)):
+      np.testing.assert_allclose(pixels[1, :, channel], white, rtol=1e-6)
+
   def test_bad_input(self):
     folder = self.enterContext(tempfile.TemporaryDirectory())
     with self.assertRaisesRegex(InputError, "at least 264.*found 263"):
       tokenizer.build_tokenizer(["a"], 263, folder)
     with self.assertRaisesRegex(InputError, "found 784 and 100"):
       tokenizer.build_tokenizer(["a"], 300, folder, max_pixels=100)
+    with self.assertRaisesRegex(InputError, "image_mean and image_std"):
+      tokenizer.build_tokenizer(["a"], 300, folder, image_std=(1, 0, 1))
     file = os.path.join(folder, "tokenizer.json")
     with open(file, "w", encoding="utf-8"):
       pass
