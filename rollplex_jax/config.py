@@ -149,7 +149,8 @@ class TrainConfig:
       mini-batch. Results do not depend on it.
     num_iterations: passes over a rollout's samples.
     total_steps: steps of the run.
-    max_seconds: end earlier after so many seconds; 0 for no limit.
+    max_seconds: end earlier after so many seconds of training, evaluations
+      not counted; 0 for no limit.
     eval_every: steps between evaluations, beside the first and last; 0 for
       those two only.
     eval_batch_size: prompts per batch of an evaluation.

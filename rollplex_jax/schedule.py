@@ -28,6 +28,9 @@ from rollplex_jax.stages.objectives import LossMetrics, Normalizers
 from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.stages.sampling import SamplingConfig, sample_keys
 
+# Tokens; up to here all responses are padded to one length.
+_SHORT_RESPONSE = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:
@@ -211,19 +214,24 @@ def _micro_batches(batch: PromptBatch, samples: Samples,
 
   Responses are trimmed to the bucket of the longest among them, so the
   rollout's length limit costs nothing here. The last micro-batch is filled up
-  with empty samples, and the prompts with repeated ones.
+  with empty samples, and the prompts with repeated ones. Shapes are rounded up
+  (counts to powers of two, and short responses are not told apart), since the
+  number of groups that are trained on differs from step to step and every
+  shape is another program to compile.
   """
   longest = int(samples.lengths.max(initial=1))
-  width = min(batching.bucket(longest), samples.token_ids.shape[1])
+  width = min(batching.bucket(longest, _SHORT_RESPONSE),
+              samples.token_ids.shape[1])
   cut = lambda a: None if a is None else a[:, :width]
   samples = dataclasses.replace(
       samples, token_ids=cut(samples.token_ids),
       old_logprobs=cut(samples.old_logprobs),
       ref_logprobs=cut(samples.ref_logprobs))
-  size = min(size or len(samples), len(samples))
+  size = min(size or len(samples), _power_of_two(len(samples)))
   parts = [np.arange(i, min(i + size, len(samples)))
            for i in range(0, len(samples), size)]
-  most = max(len(np.unique(samples.prompt_index[rows])) for rows in parts)
+  most = min(size, _power_of_two(max(
+      len(np.unique(samples.prompt_index[rows])) for rows in parts)))
   for rows in parts:
     part = samples.take(rows).padded(size)
     used, local = np.unique(
@@ -232,6 +240,11 @@ def _micro_batches(batch: PromptBatch, samples: Samples,
     used = np.pad(used, (0, most - len(used)), mode="edge")
     yield _MicroBatch(rows, used, part,
                       Responses(local, part.token_ids, part.lengths))
+
+
+def _power_of_two(count: int) -> int:
+  """The smallest power of two that is at least `count`."""
+  return 1 << max(count - 1, 0).bit_length()
 
 
 def _prompts_of(micro: _MicroBatch, config: ModelConfig, batch: PromptBatch,

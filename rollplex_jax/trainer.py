@@ -58,6 +58,7 @@ class Trainer:
     task: what is learned.
     params: current compute parameters.
     state: master weights and optimizer state.
+    evaluations: (step, evaluation) of the last call of `train`.
   """
 
   def __init__(self, config: TrainConfig, *, task: Task | None = None):
@@ -106,6 +107,7 @@ class Trainer:
             self.model_config, self.processor),
         banned_token_ids=self.model_config.vision_token_ids)
     self.skipped_rows = 0
+    self.evaluations: list[tuple[int, Evaluation]] = []
 
   @property
   def params(self) -> Params:
@@ -148,24 +150,28 @@ class Trainer:
         folder, tensorboard=tensorboard, wandb_project=wandb_project,
         config=config_tree)
     metrics_lib.write_json(folder / "config.json", config_tree)
-    evaluations: list[tuple[int, Evaluation]] = []
+    self.evaluations = []
+    evaluated = []
 
-    def run_evaluation(step):
+    def run_evaluation(step, elapsed):
       if self.task.eval_rows is not None:
-        evaluations.append((step, self.evaluate(self.task.eval_rows)))
-        writer.write(step, evaluations[-1][1].metrics())
+        evaluation = self.evaluate(self.task.eval_rows)
+        self.evaluations.append((step, evaluation))
+        values = evaluation.metrics()
+        writer.write(step, values)
+        evaluated.append({"step": step, "train_seconds": elapsed, **values})
 
     phases: dict[str, float] = {}
     steps = tokens = 0
     try:
       if evaluate_ends:
-        run_evaluation(0)
-      train_start = time.perf_counter()
+        run_evaluation(0, 0.0)
+      train_seconds = 0.0  # Without evaluations.
       batches = self._batches()
       while steps < self.config.total_steps:
-        waiting = time.perf_counter()
+        step_start = time.perf_counter()
         examples = next(batches)
-        waited = time.perf_counter() - waiting
+        waited = time.perf_counter() - step_start
         values, samples = self.step(examples, steps)
         values["timing_s/data"] = waited
         steps += 1
@@ -177,15 +183,15 @@ class Trainer:
         writer.write(steps, values)
         writer.write_samples(samples)
         on_step(Progress(steps, self.config.total_steps, values))
-        elapsed = time.perf_counter() - train_start
-        if self.config.max_seconds and elapsed >= self.config.max_seconds:
+        train_seconds += time.perf_counter() - step_start
+        if (self.config.max_seconds
+            and train_seconds >= self.config.max_seconds):
           break
         if self.config.eval_every and steps % self.config.eval_every == 0:
           if steps < self.config.total_steps:
-            run_evaluation(steps)
-      train_seconds = time.perf_counter() - train_start
+            run_evaluation(steps, train_seconds)
       if evaluate_ends:
-        run_evaluation(steps)
+        run_evaluation(steps, train_seconds)
       self.save(folder / "policy")
     finally:
       writer.close()
@@ -199,8 +205,7 @@ class Trainer:
         "tokens_per_second": tokens / max(train_seconds, 1e-9),
         "compilations": compiled.count, "compile_seconds": compiled.seconds,
         "skipped_rows": self.skipped_rows,
-        "evaluations": [
-            {"step": step, **e.metrics()} for step, e in evaluations],
+        "evaluations": evaluated,
     }
     metrics_lib.write_json(folder / "summary.json", summary)
     return summary
