@@ -37,6 +37,10 @@ class RopeIndexTest(parameterized.TestCase):
     self.assertEqual(got.dtype, np.int32)
     self.assertEqual(positions.next_position(got), 6)
 
+  def test_a_picture_has_no_rate(self):
+    got = rope_index([IMAGE] * 2, [(2, 2, 2)], ["image"], [5.0])
+    np.testing.assert_array_equal(got, [[0, 1], [0, 0], [0, 0]])
+
   def test_a_video_spreads_over_time(self):
     # Half a second between frames, 2 positions a second: steps of 1. Time may
     # run past the text that follows, and the response starts after both.
