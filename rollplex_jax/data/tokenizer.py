@@ -109,8 +109,9 @@ def build_tokenizer(
     max_pixels: frames and images of more are reduced.
     image_mean: red, green and blue that become 0, of a white of 1. A vision
       tower trained from nothing on drawings should see their background as 0:
-      on black ones, CLIP's photo statistics bury the drawing in a constant
-      offset, and learning did not start within 15 times the steps.
+      on black ones CLIP's photo statistics bury the drawing in a constant
+      offset, and a small policy stayed blind for longer than it otherwise
+      took to solve half of its missions.
     image_std: what is divided by afterwards.
     max_length: the tokenizer's stated limit.
 
