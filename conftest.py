@@ -11,6 +11,9 @@ from tests.helpers import devices
 
 devices.use_virtual_devices()
 
+# No silent change of type in what the tests run.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
 # Most of the time goes into compiling: keep what was compiled for the next run.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   jax.config.update(

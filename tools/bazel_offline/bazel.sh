@@ -23,11 +23,20 @@ export PATH
 
 command="$1"
 shift
-exec bazel --nohome_rc --host_jvm_args=-Xmx1g "$command" \
-  --override_repository=rules_python="$here/rules_python" \
-  --override_repository=rules_cc="$here/rules_cc" \
-  --override_repository=remote_coverage_tools="$here/remote_coverage_tools" \
-  --override_repository=rules_java=/usr/share/bazel/rules/java \
-  --override_repository=rules_proto=/usr/share/bazel/rules/proto \
-  --override_repository=platforms=/usr/share/bazel/tools/platforms \
-  --color=no --noshow_progress --nosandbox_debug "$@"
+options=()
+case "$command" in
+  build | coverage | run | test)
+    options=(
+      --override_repository=rules_python="$here/rules_python"
+      --override_repository=rules_cc="$here/rules_cc"
+      --override_repository=remote_coverage_tools="$here/remote_coverage_tools"
+      --override_repository=rules_java=/usr/share/bazel/rules/java
+      --override_repository=rules_proto=/usr/share/bazel/rules/proto
+      --override_repository=platforms=/usr/share/bazel/tools/platforms
+      --color=no
+      --noshow_progress
+      --nosandbox_debug
+    )
+    ;;
+esac
+exec bazel --nohome_rc --host_jvm_args=-Xmx1g "$command" "${options[@]}" "$@"
