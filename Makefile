@@ -43,8 +43,7 @@ $(VENV)/.test: requirements-test.txt $(VENV)/.runtime
 venv: $(VENV)/.test ## Builds .venv with all that running and testing needs.
 
 quickstart: $(VENV)/.runtime ## Trains a small policy to act in a world it sees.
-	$(PY) -m experiments.train \
-	  --config=experiments/configs/quickstart.py --output_dir=$(RUN_DIR)
+	$(PY) -m experiments.quickstart --output_dir=$(RUN_DIR) --overwrite
 
 test: $(VENV)/.test ## Runs the fast tests (at most 12 minutes on 2 cores).
 	$(PYTEST) -n $(WORKERS) -m "not ($(SLOW))"
