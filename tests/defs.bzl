@@ -16,11 +16,13 @@ def py_tests(deps, exclude = []):
         name = "support",
         testonly = True,
         srcs = native.glob(["*.py"], allow_empty = True, exclude = ["*_test.py"]),
+        visibility = ["//tests:__subpackages__"],
         deps = deps,
     )
     for source in tests:
         py_test(
             name = source[:-len(".py")],
+            timeout = "long",
             srcs = [source],
             deps = deps + [":support"],
         )

@@ -117,7 +117,9 @@ def _targets_of(root: pathlib.Path, build: pathlib.Path) -> list[Target]:
     note(name, srcs, deps, is_test=True)
 
   def py_tests(deps, exclude=(), **_):
-    note("py_tests", glob(["*.py"], exclude), deps, is_test=True)
+    note("support", glob(["*.py"], ["*_test.py"]), deps, is_test=True)
+    note("py_tests", glob(["*_test.py"], exclude), [*deps, ":support"],
+         is_test=True)
 
   ignore: Callable[..., None] = lambda *_, **__: None
   names = dict.fromkeys(
