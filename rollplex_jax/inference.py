@@ -13,6 +13,7 @@ from rollplex_jax import schedule
 from rollplex_jax.data import batching
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
+from rollplex_jax.errors import InputError
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
 from rollplex_jax.stages.sampling import SamplingConfig
@@ -36,10 +37,23 @@ class Completion:
 
 
 def eos_token_ids(config: ModelConfig, processor: Processor) -> tuple[int, ...]:
-  """Tokens that end a completion: the model's and the tokenizer's."""
+  """Tokens that end a completion: the model's and the tokenizer's.
+
+  Raises:
+    InputError: if one of them could never be drawn.
+  """
   ids = set(config.eos_token_ids)
   if processor.tokenizer.eos_token_id is not None:
     ids.add(processor.tokenizer.eos_token_id)
+  for token in sorted(ids):
+    if not 0 <= token < config.text.vocab_size:
+      raise InputError(
+          f"checkpoint: eos_token_id: expected a token of the vocabulary of "
+          f"{config.text.vocab_size}, found {token}")
+    if token in config.vision_token_ids:
+      raise InputError(
+          f"checkpoint: eos_token_id: {token} is a vision token, which is "
+          "never drawn")
   return tuple(sorted(ids))
 
 
@@ -131,4 +145,4 @@ def score(params: Params, config: ModelConfig, processor: Processor,
 def _batches(rows: Sequence, process: Callable[[dict, str], Any],
              batch_size: int):
   return input_pipeline(rows, process, batch_size=batch_size, num_epochs=1,
-                        drop_remainder=False, prefetch=batch_size)
+                        drop_remainder=False)
