@@ -9,8 +9,7 @@ from absl.testing import absltest, parameterized
 import jax
 import numpy as np
 
-from rollplex_jax.config import (Algorithm, PolicyConfig, RolloutConfig,
-                                 TrainConfig)
+from rollplex_jax.config import Algorithm, PolicyConfig, RolloutConfig, TrainConfig
 from rollplex_jax.data.rows import RowList
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import hf

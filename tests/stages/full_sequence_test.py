@@ -57,7 +57,7 @@ class FullSequenceTest(absltest.TestCase):
       prompt, length = self.list[b], int(self.responses.lengths[n])
       if not length:
         continue
-      one, vision = batches.prompt_inputs(self.config, [prompt])
+      _, vision = batches.prompt_inputs(self.config, [prompt])
       t = len(prompt.token_ids)
       answer = np.asarray(self.responses.token_ids[n, :length])
       ids = np.concatenate([prompt.token_ids, answer])
