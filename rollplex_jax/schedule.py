@@ -272,7 +272,7 @@ def vision_program(params, config, vision) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="config")
 def prefix_program(params, config, prompts, features):
   """`prefix.prefix_kv`, compiled."""
-  return prefix.prefix_kv(params, config, prompts, features)
+  return prefix.prefix_kv(params["text"], config, prompts, features)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling"))

@@ -146,9 +146,27 @@ def layer(w: Params, config: TextConfig, x: jax.Array, angles: Rope,
   return finish_layer(w, config, x, attended), extra
 
 
-def causal_mask(length: int) -> jax.Array:
-  """[T, T]: query t sees keys up to t. Enough for right-padded batches."""
-  return jnp.tril(jnp.ones((length, length), bool))
+def prefix_layer(w: Params, x: jax.Array, *, config: TextConfig, angles: Rope,
+                 only_kv: bool):
+  """One layer over prefixes, with the keys and values that suffixes read.
+
+  Args:
+    w: the layer's parameters.
+    x: [B, P, D].
+    config: the decoder's configuration.
+    angles: rotary angles of the prefix.
+    only_kv: leave out attention and MLP, whose results nothing reads in the
+      last layer.
+
+  Returns:
+    x [B, P, D], or None if `only_kv`; keys [B, K, h, P] and values
+    [B, K, P, h]: what a product sums over comes first.
+  """
+  q, k, v = project_qkv(w, config, x, angles)
+  kv = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+  if only_kv:
+    return None, kv
+  return finish_layer(w, config, x, layers.attend_causally(q, k, v)), kv
 
 
 def hidden_states(params: Params, config: TextConfig, x: jax.Array,
@@ -174,12 +192,11 @@ def hidden_states(params: Params, config: TextConfig, x: jax.Array,
     raise ValueError(
         f"positions must be [3, B, T] with B, T = {x.shape[:2]}, found "
         f"{positions.shape}")
-  mask = causal_mask(x.shape[1])
   angles = rope(config, positions)
 
   def run(w, x, angles):
     return layer(w, config, x, angles,
-                 lambda q, k, v: (layers.attend(q, k, v, mask), None))[0]
+                 lambda q, k, v: (layers.attend_causally(q, k, v), None))[0]
 
   if remat:
     run = jax.checkpoint(run)
@@ -191,9 +208,7 @@ def hidden_states(params: Params, config: TextConfig, x: jax.Array,
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
   """float32 [..., V] from final hidden states [..., D]."""
   head = params.get("head", params["embed"])
-  return jax.lax.dot_general(
-      hidden, head, (((hidden.ndim - 1,), (1,)), ((), ())),
-      preferred_element_type=jnp.float32)
+  return layers.dense_out_in(hidden, head, dtype=jnp.float32)
 
 
 def token_logprobs(params: Params, hidden: jax.Array, targets: jax.Array,

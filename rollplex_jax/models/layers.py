@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 # Finite, so that a row whose keys are all masked softmaxes to numbers.
 MASKED = -1e30
+# Up to so many rows, a CPU multiplies by [out, in] storage weights first.
+_FEW_ROWS = 32
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -17,10 +22,39 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   return scale * y.astype(x.dtype)
 
 
-def dense_out_in(x: jax.Array, w: jax.Array, bias=None) -> jax.Array:
-  """x [..., in] times w [out, in] -> [..., out]: column-parallel storage."""
-  y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
+def dense_out_in(x: jax.Array, w: jax.Array, bias=None,
+                 dtype=None) -> jax.Array:
+  """x [..., in] times w [out, in] -> [..., out]: column-parallel storage.
+
+  `dtype` is that of the product; None keeps the operands'.
+  """
+  rows_first = functools.partial(_rows_first, dtype=dtype)
+  if math.prod(x.shape[:-1]) > _FEW_ROWS:
+    y = rows_first(x, w)
+  else:
+    y = jax.lax.platform_dependent(
+        x, w, cpu=functools.partial(_weights_first, dtype=dtype),
+        default=rows_first)
   return y if bias is None else y + bias
+
+
+def _rows_first(x, w, dtype):
+  return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())),
+                             preferred_element_type=dtype)
+
+
+def _weights_first(x, w, dtype):
+  """The same as w x^T, transposed.
+
+  On a CPU the right operand of a product is packed with its output dimension
+  innermost. For weights stored as [out, in] that is a transposition of them
+  all, which a handful of rows do not pay for. Without the barrier XLA would
+  fold the last transposition into the product and so swap the operands back.
+  """
+  rows = x.reshape(-1, x.shape[-1])
+  y = jax.lax.dot_general(w, rows, (((1,), (1,)), ((), ())),
+                          preferred_element_type=dtype)
+  return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)
 
 
 def dense_in_out(x: jax.Array, w: jax.Array, bias=None) -> jax.Array:
@@ -80,3 +114,60 @@ def swiglu(x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None):
   hidden = jax.nn.silu(dense_out_in(x, gate, gate_bias))
   hidden = hidden * dense_out_in(x, up, up_bias)
   return dense_in_out(hidden, down, down_bias)
+
+
+def attend_causally(q: jax.Array, k: jax.Array, v: jax.Array, *,
+                    block: int = 256) -> jax.Array:
+  """Causal `attend` over whole sequences, [B, T, ...] each.
+
+  Queries go block by block, each against the keys up to its end only: half of
+  a square of scores is never formed.
+  """
+  length = q.shape[1]
+  if length <= block:
+    return attend(q, k, v, causal_mask(length))
+  out = []
+  for start in range(0, length, block):
+    end = min(start + block, length)
+    mask = causal_mask(end)[start:]
+    out.append(attend(q[:, start:end], k[:, :end], v[:, :end], mask))
+  return jnp.concatenate(out, axis=1)
+
+
+def causal_mask(length: int) -> jax.Array:
+  """[T, T]: query t sees keys up to t. Enough for right-padded batches."""
+  return jnp.tril(jnp.ones((length, length), bool))
+
+
+def attend_part(q: jax.Array, k: jax.Array, v: jax.Array, mask):
+  """Attention to some of the keys, to be joined with attention to the others.
+
+  Args:
+    q: [N, K, q, h] scaled queries.
+    k: [N, K, h, S] keys.
+    v: [N, K, S, h] values.
+    mask: bool, broadcastable to [N, K, q, S].
+
+  Returns:
+    float32: the largest score [N, K, q, 1], the sum of exp(score - largest)
+    [N, K, q, 1] and the values weighted with those [N, K, q, h].
+  """
+  scores = jnp.matmul(q, k, preferred_element_type=jnp.float32)
+  scores = jnp.where(mask, scores, MASKED)
+  top = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+  weights = jnp.exp(scores - top)
+  values = jnp.matmul(weights.astype(v.dtype), v,
+                      preferred_element_type=jnp.float32)
+  return top, weights.sum(axis=-1, keepdims=True), values
+
+
+def join_parts(*parts) -> jax.Array:
+  """One softmax over the keys of several `attend_part`s; float32 values.
+
+  At least one part must hold a key that its query sees; a part without any,
+  such as an empty prefix, then gets no weight.
+  """
+  top = functools.reduce(jnp.maximum, (part[0] for part in parts))
+  shares = [jnp.exp(part[0] - top) for part in parts]
+  total = sum(part[1] * share for part, share in zip(parts, shares))
+  return sum(part[2] * share for part, share in zip(parts, shares)) / total

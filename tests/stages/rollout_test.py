@@ -15,7 +15,9 @@ from tests.helpers import batches, tiny_policy
 _B, _G, _R = 4, 3, 6
 
 _decode = jax.jit(rollout.decode, static_argnums=(1, 2))
-_prefix = jax.jit(prefix.prefix_kv, static_argnums=1)
+_prefix = jax.jit(
+    lambda params, *args: prefix.prefix_kv(params["text"], *args)[0],
+    static_argnums=1)
 _features = jax.jit(vlm.vision_features, static_argnums=1)
 _score = jax.jit(full_sequence.response_logprobs, static_argnums=1,
                  static_argnames="temperature")

@@ -1,0 +1,166 @@
+"""The response stage: suffixes of whole groups against their shared prefixes.
+
+A suffix is the last prompt token and the response but its last token: exactly
+the inputs whose logits are needed. Its queries attend to the prompt's prefix,
+held once, and causally to the suffix itself. For training, the gradient of the
+loss is taken with respect to the weights and to the prefix's keys and values,
+summed over the group; `prefix_backward` carries the latter on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+
+from rollplex_jax.models import decoder, layers
+from rollplex_jax.models.config import ModelConfig, TextConfig
+from rollplex_jax.models.inputs import PromptInputs
+from rollplex_jax.models.weights import Params
+
+
+@struct.dataclass
+class GroupResponses:
+  """G responses to each of B prompts, some of which may be empty.
+
+  Attributes:
+    token_ids: int32 [B, G, R], right padded.
+    lengths: int32 [B, G].
+  """
+
+  token_ids: jax.Array
+  lengths: jax.Array
+
+  @property
+  def mask(self) -> jax.Array:
+    """float32 [B, G, R], 1 where a response token stands."""
+    r = self.token_ids.shape[-1]
+    return (jnp.arange(r) < self.lengths[..., None]).astype(jnp.float32)
+
+
+def suffix_inputs(prompts: PromptInputs, responses: GroupResponses):
+  """Tokens int32 [B, G, R] and positions int32 [3, B, R] of the suffixes."""
+  b, g, r = responses.token_ids.shape
+  at_last = jnp.maximum(prompts.lengths - 1, 0)[:, None]
+  last = jnp.take_along_axis(prompts.token_ids, at_last, axis=1)
+  last = jnp.broadcast_to(last[:, :, None], (b, g, 1))
+  token_ids = jnp.concatenate([last, responses.token_ids[..., :-1]], axis=-1)
+  first = jnp.take_along_axis(prompts.positions, at_last[None], axis=2)
+  after = prompts.next_position[:, None] + jnp.arange(r - 1)
+  after = jnp.broadcast_to(after, (3, b, r - 1))
+  return token_ids, jnp.concatenate([first, after], axis=-1)
+
+
+def response_logprobs(
+    params: Params, config: ModelConfig, prompts: PromptInputs, prefix_kv,
+    responses: GroupResponses, *, temperature: float = 1.0,
+    remat: bool = False, with_entropy: bool = False):
+  """Log-probs of every response token given its prompt and what came before.
+
+  Args:
+    params: {"text": ..., ...}.
+    config: the model's configuration.
+    prompts: B prompts of P tokens.
+    prefix_kv: per layer, the prompts' keys [B, K, h, P] and values
+      [B, K, P, h]; entries from `prompts.lengths - 1` on are not read.
+    responses: G responses to each prompt.
+    temperature: of the softmax.
+    remat: recompute layers in the backward pass.
+    with_entropy: also return entropies.
+
+  Returns:
+    float32 [B, G, R] log-probs (without meaning past a response's length) and
+    float32 [B, G, R] entropies or None.
+  """
+  text = params["text"]
+  token_ids, positions = suffix_inputs(prompts, responses)
+  x = decoder.embed(text, token_ids)
+  # One group axis, for positions and prefix are the same for all samples.
+  angles = tuple(a[:, None] for a in decoder.rope(config.text, positions))
+  p = prompts.token_ids.shape[1]
+  prefix_mask = jnp.arange(p) < prompts.lengths[:, None] - 1
+  run = functools.partial(_layer, config.text)
+  if remat:
+    run = jax.checkpoint(run)
+  for w, kv in zip(text["layers"], prefix_kv, strict=True):
+    x = run(w, x, angles, kv, prefix_mask)
+  hidden = layers.rms_norm(x, text["norm"], config.text.rms_norm_eps)
+  return decoder.token_logprobs(
+      text, hidden, responses.token_ids, temperature,
+      with_entropy=with_entropy)
+
+
+def _layer(config: TextConfig, w: Params, x, angles, prefix_kv, prefix_mask):
+  attend = functools.partial(
+      _attend, prefix_kv=prefix_kv, prefix_mask=prefix_mask)
+  return decoder.layer(w, config, x, angles, attend)[0]
+
+
+def _attend(q, k, v, *, prefix_kv, prefix_mask):
+  """Attention of suffixes to their prefix and, causally, to themselves.
+
+  q [B, G, R, H, h], k and v [B, G, R, K, h]; returns [B, G, R, H*h] and None.
+  """
+  b, g, r, num_heads, h = q.shape
+  num_kv = k.shape[3]
+  groups = num_heads // num_kv
+  q = (q * h ** -0.5).reshape(b, g, r, num_kv, groups, h)
+  q = q.transpose(0, 1, 3, 4, 2, 5)  # [B, G, K, q, R, h]
+  near = layers.attend_part(
+      q.reshape(b * g, num_kv, groups * r, h),
+      k.transpose(0, 1, 3, 4, 2).reshape(b * g, num_kv, h, r),
+      v.transpose(0, 1, 3, 2, 4).reshape(b * g, num_kv, r, h),
+      jnp.tile(layers.causal_mask(r), (groups, 1)))
+  # All of a group's queries are rows of one product with its prefix.
+  far = layers.attend_part(
+      q.transpose(0, 2, 1, 3, 4, 5).reshape(b, num_kv, g * groups * r, h),
+      *prefix_kv, prefix_mask[:, None, None, :])
+  near = [a.reshape(b, g, num_kv, groups * r, -1) for a in near]
+  far = [a.reshape(b, num_kv, g, groups * r, -1).swapaxes(1, 2) for a in far]
+  out = layers.join_parts(far, near).astype(v.dtype)
+  out = out.reshape(b, g, num_kv, groups, r, h).transpose(0, 1, 4, 2, 3, 5)
+  return out.reshape(b, g, r, num_heads * h), None
+
+
+def loss_and_grad(
+    trained: Params, frozen: Params, config: ModelConfig,
+    prompts: PromptInputs, prefix_kv, responses: GroupResponses,
+    loss_fn: Callable[[jax.Array, Any], tuple[jax.Array, Any]], *,
+    temperature: float = 1.0, remat: bool = False,
+    with_entropy: bool = False):
+  """Loss and gradient of one micro-batch's suffixes.
+
+  Args:
+    trained: the parts of the parameters that learn, "text" among them.
+    frozen: the other parts.
+    config: the model's configuration.
+    prompts: B prompts.
+    prefix_kv: their keys and values.
+    responses: G responses to each.
+    loss_fn: (log-probs [B, G, R], entropies or None) -> (loss, metrics).
+    temperature: of the softmax.
+    remat: recompute layers in the backward pass.
+    with_entropy: hand entropies to `loss_fn`.
+
+  Returns:
+    ((loss, metrics), float32 gradients of the text decoder, float32 gradients
+    like `prefix_kv`, summed over each group).
+  """
+  # Differentiated in float32, so that what is summed over passes is not
+  # rounded in between.
+  kv = jax.tree.map(lambda a: a.astype(jnp.float32), prefix_kv)
+
+  def compute(text, kv):
+    kv = jax.tree.map(lambda a, like: a.astype(like.dtype), kv, prefix_kv)
+    logprobs, entropy = response_logprobs(
+        {**frozen, "text": text}, config, prompts, kv, responses,
+        temperature=temperature, remat=remat, with_entropy=with_entropy)
+    return loss_fn(logprobs, entropy)
+
+  out, (grads, kv_grads) = jax.value_and_grad(
+      compute, argnums=(0, 1), has_aux=True)(trained["text"], kv)
+  return out, jax.tree.map(lambda g: g.astype(jnp.float32), grads), kv_grads
