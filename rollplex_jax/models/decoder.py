@@ -191,9 +191,7 @@ def hidden_states(params: Params, config: TextConfig, x: jax.Array,
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
   """float32 [..., V] from final hidden states [..., D]."""
   head = params.get("head", params["embed"])
-  return jax.lax.dot_general(
-      hidden, head, (((hidden.ndim - 1,), (1,)), ((), ())),
-      preferred_element_type=jnp.float32)
+  return layers.dense_out_in(hidden, head, dtype=jnp.float32)
 
 
 def token_logprobs(params: Params, hidden: jax.Array, targets: jax.Array,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 # Finite, so that a row whose keys are all masked softmaxes to numbers.
 MASKED = -1e30
+# Up to so many rows, a CPU multiplies by [out, in] storage weights first.
+_FEW_ROWS = 32
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -17,10 +22,39 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   return scale * y.astype(x.dtype)
 
 
-def dense_out_in(x: jax.Array, w: jax.Array, bias=None) -> jax.Array:
-  """x [..., in] times w [out, in] -> [..., out]: column-parallel storage."""
-  y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
+def dense_out_in(x: jax.Array, w: jax.Array, bias=None,
+                 dtype=None) -> jax.Array:
+  """x [..., in] times w [out, in] -> [..., out]: column-parallel storage.
+
+  `dtype` is that of the product; None keeps the operands'.
+  """
+  rows_first = functools.partial(_rows_first, dtype=dtype)
+  if math.prod(x.shape[:-1]) > _FEW_ROWS:
+    y = rows_first(x, w)
+  else:
+    y = jax.lax.platform_dependent(
+        x, w, cpu=functools.partial(_weights_first, dtype=dtype),
+        default=rows_first)
   return y if bias is None else y + bias
+
+
+def _rows_first(x, w, dtype):
+  return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())),
+                             preferred_element_type=dtype)
+
+
+def _weights_first(x, w, dtype):
+  """The same as w x^T, transposed.
+
+  On a CPU the right operand of a product is packed with its output dimension
+  innermost. For weights stored as [out, in] that is a transposition of them
+  all, which a handful of rows do not pay for. Without the barrier XLA would
+  fold the last transposition into the product and so swap the operands back.
+  """
+  rows = x.reshape(-1, x.shape[-1])
+  y = jax.lax.dot_general(w, rows, (((1,), (1,)), ((), ())),
+                          preferred_element_type=dtype)
+  return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)
 
 
 def dense_in_out(x: jax.Array, w: jax.Array, bias=None) -> jax.Array:

@@ -8,15 +8,14 @@ computed.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from rollplex_jax.models import decoder, layers
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.inputs import PromptInputs
 from rollplex_jax.models.weights import Params
 
-# Per layer, keys and values [B, K, P, h]: heads before positions, so that a
-# decode step multiplies without transposing.
+# Per layer, keys [B, K, h, P] and values [B, K, P, h]: the dimension that a
+# decode step sums over comes first, so that it multiplies without transposing.
 PrefixKV = list[tuple[jax.Array, jax.Array]]
 
 
@@ -31,8 +30,9 @@ def prefix_kv(params: Params, config: ModelConfig, prompts: PromptInputs,
     features: merged vision features [f, D], or None.
 
   Returns:
-    A (k, v) pair per layer, each [B, K, P, h]. Readers mask entries from
-    `prompts.lengths - 1` on: the last prompt token belongs to the suffix.
+    Per layer, keys [B, K, h, P] and values [B, K, P, h]. Readers mask
+    positions from `prompts.lengths - 1` on: the last prompt token belongs to
+    the suffix.
   """
   text = params["text"]
   x = decoder.embed(text, prompts.token_ids, features, prompts.feature_index)
@@ -41,7 +41,7 @@ def prefix_kv(params: Params, config: ModelConfig, prompts: PromptInputs,
   kv = []
   for i, w in enumerate(text["layers"]):
     q, k, v = decoder.project_qkv(w, config.text, x, angles)
-    kv.append((jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)))
+    kv.append((k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)))
     if i + 1 < len(text["layers"]):
       x = decoder.finish_layer(
           w, config.text, x, layers.attend(q, k, v, mask))

@@ -49,7 +49,8 @@ class DecodeState:
     token_ids: int32 [B, G, R].
     logprobs: float32 [B, G, R].
     lengths: int32 [B, G].
-    cache: per layer, suffix keys and values [B, G, K, R, h].
+    cache: per layer, suffix keys [N, K, h, R] and values [N, K, R, h], where
+      N = B * G.
   """
 
   index: jax.Array
@@ -70,7 +71,7 @@ def start(config: ModelConfig, sampling: sampling_lib.SamplingConfig,
   g, t = num_generations, config.text
   last = jnp.take_along_axis(
       prompts.token_ids, prompts.lengths[:, None] - 1, axis=1)
-  shape = (b, g, t.num_key_value_heads, r, t.head_dim)
+  k, h = t.num_key_value_heads, t.head_dim
   return DecodeState(
       index=jnp.zeros((), jnp.int32),
       last=jnp.broadcast_to(last, (b, g)),
@@ -79,7 +80,8 @@ def start(config: ModelConfig, sampling: sampling_lib.SamplingConfig,
       token_ids=jnp.zeros((b, g, r), jnp.int32),
       logprobs=jnp.zeros((b, g, r), jnp.float32),
       lengths=jnp.zeros((b, g), jnp.int32),
-      cache=[(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+      cache=[(jnp.zeros((b * g, k, h, r), dtype),
+              jnp.zeros((b * g, k, r, h), dtype))
              for _ in range(t.num_hidden_layers)],
   )
 
@@ -94,7 +96,8 @@ def decode(params: Params, config: ModelConfig,
     config: the model's configuration.
     sampling: how to draw; its maximum length R fixes the cache.
     prompts: B right-padded prompts; rows of length 0 pad the batch.
-    prefix_kv: per layer, (k, v) of the prompts, each [B, K, P, h].
+    prefix_kv: per layer, the prompts' keys [B, K, h, P] and values
+      [B, K, P, h].
     keys: typed PRNG keys [B, G].
 
   Returns:
@@ -141,7 +144,7 @@ def decode_step(text: Params, config: TextConfig, state: DecodeState,
     config: its configuration.
     state: the loop's carry.
     position: int32 [3, B], of the input token.
-    prefix_kv: per layer, (k, v), each [B, K, P, h].
+    prefix_kv: per layer, keys [B, K, h, P] and values [B, K, P, h].
     prefix_mask: bool [B, P], prefix entries that exist.
 
   Returns:
@@ -170,26 +173,41 @@ def _attend_step(q, k, v, *, prefix, suffix, index, prefix_mask, suffix_mask):
   """
   b, g, num_heads, h = q.shape
   num_kv = k.shape[2]
-  write = lambda cache, new: jax.lax.dynamic_update_slice(
-      cache, new[:, :, :, None, :], (0, 0, 0, index, 0))
-  suffix_k, suffix_v = write(suffix[0], k), write(suffix[1], v)
+  suffix = (
+      jax.lax.dynamic_update_slice(
+          suffix[0], k.reshape(b * g, num_kv, h, 1), (0, 0, 0, index)),
+      jax.lax.dynamic_update_slice(
+          suffix[1], v.reshape(b * g, num_kv, 1, h), (0, 0, index, 0)))
   q = (q * h ** -0.5).reshape(b, g, num_kv, num_heads // num_kv, h)
-  far = jnp.einsum("bgkqh,bkph->bgkqp", q, prefix[0],
-                   preferred_element_type=jnp.float32)
-  near = jnp.einsum("bgkqh,bgkrh->bgkqr", q, suffix_k,
-                    preferred_element_type=jnp.float32)
-  far = jnp.where(prefix_mask[:, None, None, None, :], far, layers.MASKED)
-  near = jnp.where(suffix_mask, near, layers.MASKED)
+  # A group's queries are rows of one product with their prompt's prefix.
+  far = _attend_part(q.swapaxes(1, 2).reshape(b, num_kv, -1, h), *prefix,
+                     prefix_mask[:, None, None, :])
+  near = _attend_part(q.reshape(b * g, num_kv, -1, h), *suffix, suffix_mask)
+  far = [a.reshape(b, num_kv, g, -1, a.shape[-1]).swapaxes(1, 2) for a in far]
+  near = [a.reshape(b, g, num_kv, -1, a.shape[-1]) for a in near]
   # One softmax over both parts. The suffix always holds the token itself, so
   # the maximum is a real score even when the prefix is empty.
-  top = jnp.maximum(far.max(-1, keepdims=True), near.max(-1, keepdims=True))
-  far, near = jnp.exp(far - top), jnp.exp(near - top)
-  total = far.sum(-1, keepdims=True) + near.sum(-1, keepdims=True)
-  out = jnp.einsum("bgkqp,bkph->bgkqh", (far / total).astype(q.dtype),
-                   prefix[1])
-  out = out + jnp.einsum("bgkqr,bgkrh->bgkqh",
-                         (near / total).astype(q.dtype), suffix_v)
-  return out.reshape(b, g, num_heads * h), (suffix_k, suffix_v)
+  top = jnp.maximum(far[0], near[0])
+  far_share, near_share = jnp.exp(far[0] - top), jnp.exp(near[0] - top)
+  total = far[1] * far_share + near[1] * near_share
+  out = (far[2] * far_share + near[2] * near_share) / total
+  return out.astype(q.dtype).reshape(b, g, num_heads * h), suffix
+
+
+def _attend_part(q, k, v, mask):
+  """Attention to some of the keys, to be joined with the others.
+
+  q [N, K, q, h], k [N, K, h, S], v [N, K, S, h] and a mask that broadcasts to
+  [N, K, q, S]; returns, in float32, the largest score [N, K, q, 1], the sum of
+  exp(score - largest) [N, K, q, 1] and the values weighted so [N, K, q, h].
+  """
+  scores = jnp.matmul(q, k, preferred_element_type=jnp.float32)
+  scores = jnp.where(mask, scores, layers.MASKED)
+  top = scores.max(axis=-1, keepdims=True)
+  weights = jnp.exp(scores - top)
+  values = jnp.matmul(weights.astype(v.dtype), v,
+                      preferred_element_type=jnp.float32)
+  return top, weights.sum(axis=-1, keepdims=True), values
 
 
 def advance(state: DecodeState, sampling: sampling_lib.SamplingConfig,

@@ -9,6 +9,7 @@ top-p, tokens that may not be sampled) never touches the recorded value.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +43,9 @@ class SamplingConfig:
     if self.max_completion_length < 1:
       raise InputError("max_completion_length must be at least 1, found "
                        f"{self.max_completion_length}")
-    if self.temperature < 0:
+    if not 0 <= self.temperature < math.inf:
       raise InputError(
-          f"temperature must not be negative, found {self.temperature}")
+          f"temperature must be 0 or positive, found {self.temperature}")
     if self.top_k < 0:
       raise InputError(f"top_k must not be negative, found {self.top_k}")
     if not 0 < self.top_p <= 1:
@@ -88,16 +89,37 @@ def sample(logits: jax.Array, keys: jax.Array, position: jax.Array,
   if config.banned_token_ids:
     shaped = shaped.at[:, jnp.array(config.banned_token_ids)].set(-jnp.inf)
   if config.temperature == 0:
-    tokens = jnp.argmax(shaped, axis=-1)
+    tokens = argmax(shaped)
   else:
     shaped = top_p_filter(top_k_filter(shaped, config.top_k), config.top_p)
     keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, position)
     noise = jax.vmap(
         lambda k: jax.random.gumbel(k, logits.shape[-1:], jnp.float32))(keys)
-    tokens = jnp.argmax(shaped + noise, axis=-1)
+    tokens = argmax(shaped + noise)
   picked = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
   logprobs = picked - jax.nn.logsumexp(scaled, axis=-1)
-  return tokens.astype(jnp.int32), logprobs
+  return tokens, logprobs
+
+
+def argmax(scores: jax.Array) -> jax.Array:
+  """int32 [N]: where each row of scores [N, V] is largest, the first if tied."""
+  return jax.lax.platform_dependent(
+      scores, cpu=_argmax_by_value,
+      default=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32))
+
+
+def _argmax_by_value(scores):
+  """Finds the largest value, then its place.
+
+  `jnp.argmax` reduces pairs of value and place, which a CPU does one by one;
+  these are two reductions that it vectorizes. The barrier makes both see the
+  same numbers: computed twice, they could differ in the last bit.
+  """
+  scores = jax.lax.optimization_barrier(scores)
+  top = scores.max(axis=-1, keepdims=True)
+  last = scores.shape[-1] - 1
+  places = jnp.arange(last + 1, dtype=jnp.int32)
+  return jnp.where(scores == top, places, last).min(axis=-1)
 
 
 def top_k_filter(logits: jax.Array, k: int) -> jax.Array:
