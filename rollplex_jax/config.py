@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import types
 import typing
 from typing import Any
@@ -47,8 +48,7 @@ class PolicyConfig:
   def __post_init__(self):
     if self.compute_dtype not in ("float32", "bfloat16"):
       raise InputError(
-          f"policy.compute_dtype={self.compute_dtype!r}: expected float32 or "
-          "bfloat16")
+          f"compute_dtype={self.compute_dtype!r}: expected float32 or bfloat16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,17 @@ class EnvironmentConfig:
   first_episode: int = 0
   train_split: str = "train"
 
+  def __post_init__(self):
+    _check_least(self, 1, "image_size", "max_actions", "num_episodes")
+    _check_least(self, 0, "eval_episodes", "first_episode")
+    for name in ("length_penalty", "noise"):
+      if not 0 <= getattr(self, name) <= 1:
+        raise InputError(
+            f"{name}={getattr(self, name)}: expected between 0 and 1")
+    if self.train_split not in ("train", "warm_start"):
+      raise InputError(
+          f"train_split={self.train_split!r}: expected train or warm_start")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -103,9 +114,11 @@ class DataConfig:
   skip_bad_rows: bool = False
 
   def __post_init__(self):
+    _check_least(self, 0, "max_prompt_length")
     if self.rows and self.environment.level:
       raise InputError(
-          "data: set either data.rows or data.environment.level, found both")
+          f"rows={self.rows}: expected no rows beside "
+          f"environment.level={self.environment.level}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,13 +137,15 @@ class RolloutConfig:
   top_p: float = 1.0
 
   def __post_init__(self):
-    if self.num_generations < 1:
+    _check_least(self, 1, "num_generations", "max_completion_length")
+    _check_least(self, 0, "top_k")
+    if not 0 < self.top_p <= 1:
       raise InputError(
-          f"rollout.num_generations={self.num_generations}: expected at least 1")
-    if self.temperature <= 0:
+          f"top_p={self.top_p}: expected more than 0 and at most 1")
+    if not 0 < self.temperature < math.inf:
       raise InputError(
-          f"rollout.temperature={self.temperature}: expected more than 0, "
-          "greedy samples have no gradient")
+          f"temperature={self.temperature}: expected more than 0; samples of a "
+          "greedy rollout are all the same")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,16 +197,14 @@ class TrainConfig:
   with_entropy: bool = True
 
   def __post_init__(self):
+    if self.algorithm not in list(Algorithm):
+      raise InputError(
+          f"algorithm={self.algorithm!r}: expected {' or '.join(Algorithm)}")
     object.__setattr__(self, "algorithm", Algorithm(self.algorithm))
-    for name in ("train_batch_size", "num_iterations", "total_steps",
-                 "eval_batch_size"):
-      if getattr(self, name) < 1:
-        raise InputError(
-            f"{name}={getattr(self, name)}: expected at least 1")
-    for name in ("gen_batch_size", "mini_batch_size", "micro_batch_size",
-                 "eval_every"):
-      if getattr(self, name) < 0:
-        raise InputError(f"{name}={getattr(self, name)}: expected 0 or more")
+    _check_least(self, 1, "train_batch_size", "num_iterations", "total_steps",
+                 "eval_batch_size")
+    _check_least(self, 0, "gen_batch_size", "mini_batch_size",
+                 "micro_batch_size", "eval_every", "max_seconds")
     if 0 < self.gen_batch_size < self.train_batch_size:
       raise InputError(
           f"gen_batch_size={self.gen_batch_size}: expected at least "
@@ -204,6 +217,11 @@ class TrainConfig:
       raise InputError(
           f"micro_batch_size={self.micro_batch_size}: expected at most the "
           f"{self.samples_per_update} samples of a mini-batch")
+    if (self.algorithm == Algorithm.RL
+        and self.rollout.num_generations < 2):
+      raise InputError(
+          f"rollout.num_generations={self.rollout.num_generations}: expected "
+          "at least 2; a completion's advantage is relative to its group")
     # Sharing one length between rollout and loss leaves no room for a mistake.
     if (self.objective.max_completion_length is not None
         and self.objective.max_completion_length
@@ -260,19 +278,42 @@ def from_config_dict(cls: type, raw: ml_collections.ConfigDict,
   values = {}
   for name in raw.keys():
     value = raw[name]
-    if isinstance(value, ml_collections.ConfigDict):
+    if dataclasses.is_dataclass(hints[name]):
+      if not isinstance(value, ml_collections.ConfigDict):
+        raise InputError(
+            f"{where}.{name}: expected a group of keys, found {value!r}")
       value = from_config_dict(hints[name], value, f"{where}.{name}")
+    else:
+      _check_type(value, hints[name], f"{where}.{name}")
     values[name] = value
   try:
     return cls(**values)
-  except InputError:
-    raise
-  except (TypeError, ValueError) as e:
-    raise InputError(f"{where}: {e}") from e
+  except InputError as error:
+    raise InputError(f"{where}.{error}") from error
 
 
 def _plain_type(hint: Any) -> type:
   """The type a key holds when it is not None; enums are given as text."""
   if isinstance(hint, types.UnionType):
     hint = next(t for t in typing.get_args(hint) if t is not type(None))
+  hint = typing.get_origin(hint) or hint
   return str if issubclass(hint, enum.Enum) else hint
+
+
+def _check_type(value: Any, hint: Any, where: str) -> None:
+  """A file may hold any value; flags were checked when they were parsed."""
+  if value is None and isinstance(hint, types.UnionType):
+    return
+  expected = _plain_type(hint)
+  # True counts as a number to Python, and a whole number is a float here.
+  allowed = (int, float) if expected is float else expected
+  if (not isinstance(value, allowed)
+      or (isinstance(value, bool) and expected is not bool)):
+    raise InputError(f"{where}={value!r}: expected {expected.__name__}")
+
+
+def _check_least(config: Any, least: int, *names: str) -> None:
+  for name in names:
+    value = getattr(config, name)
+    if not value >= least:  # NaN is refused too.
+      raise InputError(f"{name}={value}: expected at least {least}")
