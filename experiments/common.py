@@ -31,8 +31,9 @@ _CACHE_BYTES = 4 << 30
 def run(main: Callable[[], dict[str, Any] | None]) -> None:
   """Runs a command and exits.
 
-  Bad flags and `InputError`s become one line on standard error and exit status
-  1. What `main` returns is written to the file that --json names.
+  Bad flags, `InputError`s and errors of the file system become one line on
+  standard error and exit status 1. What `main` returns is written to the file
+  that --json names.
   """
 
   def wrapped(argv):
@@ -41,11 +42,16 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     _enable_compilation_cache()
     try:
+      if _JSON.value:
+        check_output("json", _JSON.value, make_folder=True)
       result = main()
       if _JSON.value and result is not None:
         write_json(_JSON.value, result)
     except InputError as error:
       fail(error)
+    except OSError as error:  # A disk that is full, a folder without access.
+      reason = error.strerror or error
+      fail(f"{error.filename}: {reason}" if error.filename else reason)
     except KeyboardInterrupt:
       fail("interrupted", status=130)
 
@@ -60,10 +66,11 @@ def fail(message: Any, status: int = 1) -> None:
 
 
 def _parse(argv: list[str]) -> list[str]:
+  # A configuration that is None is warned about, and then refused in one line.
+  logging.getLogger("absl").setLevel(logging.ERROR)
   try:
     rest = flags.FLAGS(argv)
-  except (flags.Error, AttributeError, KeyError, TypeError, ValueError,
-          OSError) as error:
+  except Exception as error:  # A configuration file may raise anything.
     fail(_flag_message(error, argv))
   if len(rest) > 1:
     fail(f"unexpected argument {rest[1]!r}; flags are --name=value")
@@ -71,15 +78,25 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _flag_message(error: Exception, argv: list[str]) -> str:
-  """What is wrong with the flags; a config key is given with its flag."""
+  """What is wrong with the flags, or with the file that --config names."""
   message = str(error.args[0] if error.args else error)
+  if isinstance(error, SyntaxError):
+    return f"{error.filename}:{error.lineno}: {error.msg}"
+  if "Error whilst parsing config file" in message:
+    # The library's message is a flag, this phrase and a whole traceback.
+    return f"{message.split(': Error')[0]}: {message.strip().splitlines()[-1]}"
+  if "no attribute 'get_config'" in message:
+    return ("--config: expected a Python file with a function get_config, "
+            "found none")
   unknown = re.match(r"[\"'\\]*(\w+)[\"'\\]*", message)
   hint = re.search(r"Did you mean.*\?", message)
   for arg in argv[1:]:
     flag = arg.split("=")[0]
     if flag.endswith(f".{unknown and unknown[1]}"):
       return f"{flag}: no such key. {hint[0] if hint else ''}"
-  return message
+  if isinstance(error, flags.Error):
+    return message
+  return f"--config: {type(error).__name__}: {message}"
 
 
 def _enable_compilation_cache() -> None:
@@ -105,12 +122,33 @@ def progress(label: str, total: int | None = None) -> Callable:
   return wrap
 
 
+def check_output(name: str, path: str, *, make_folder: bool = False) -> None:
+  """Refuses a file that could not be written, before any work is done.
+
+  Args:
+    name: the flag that gives the path.
+    path: of the file.
+    make_folder: its folder will be made if it does not exist.
+
+  Raises:
+    InputError: naming the flag and what is wrong.
+  """
+  target = pathlib.Path(path).absolute()
+  if target.is_dir():
+    raise InputError(f"--{name}={path}: expected a file, found a folder")
+  folder = target.parent
+  if make_folder:
+    folder = next(p for p in target.parents if p.exists())
+  if not folder.is_dir():
+    raise InputError(f"--{name}={path}: there is no folder {folder}")
+  if not os.access(folder, os.W_OK | os.X_OK):
+    raise InputError(f"--{name}={path}: the folder {folder} is not writable")
+
+
 @contextlib.contextmanager
 def whole_file(path: str):
   """Opens a text file that appears under its name only when it is whole."""
   target = pathlib.Path(path)
-  if not target.parent.is_dir():
-    raise InputError(f"{path}: the folder {target.parent} does not exist")
   work = target.with_name(f".{target.name}.{os.getpid()}")
   try:
     with work.open("w") as file:

@@ -11,16 +11,6 @@ import transformers
 from rollplex_jax.data.preprocess import ImagePreprocessor, VideoPreprocessor
 from rollplex_jax.data.row_schema import first_line
 from rollplex_jax.errors import InputError
-from rollplex_jax.models.config import ModelConfig
-
-
-def read_config(path: str) -> ModelConfig:
-  """Reads config.json. Raises InputError."""
-  file = os.path.join(path, "config.json")
-  raw = _read_json(file)
-  if raw is None:
-    raise InputError(f"{file}: no such file")
-  return ModelConfig.from_hf(raw, file)
 
 
 def read_tokenizer(path: str) -> Any:

@@ -16,6 +16,7 @@ from rollplex_jax.data.layout import lay_out
 from rollplex_jax.data.preprocess import ImagePreprocessor, VideoPreprocessor
 from rollplex_jax.data.row_schema import RowError, first_line
 from rollplex_jax.errors import InputError
+from rollplex_jax.models import hf
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.positions import rope_index
 
@@ -109,7 +110,7 @@ class Processor:
         preprocessors and model disagree.
     """
     path = os.fspath(path)
-    config = assets.read_config(path)
+    config = hf.load_config(path)
     tokenizer = assets.read_tokenizer(path)
     template = tokenizer.chat_template
     image = video = None

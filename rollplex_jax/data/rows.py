@@ -72,7 +72,8 @@ class RowFile(Sequence):
     except (ValueError, RecursionError) as error:
       raise RowError(
           where, "invalid JSON",
-          f"not valid JSON ({first_line(error)})") from error
+          f"not valid JSON ({first_line(error)}); expected one JSON object per "
+          "line") from error
     return validate_row(row, where, self._folder)
 
 

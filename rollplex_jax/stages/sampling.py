@@ -9,6 +9,7 @@ top-p, tokens that may not be sampled) never touches the recorded value.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +43,9 @@ class SamplingConfig:
     if self.max_completion_length < 1:
       raise InputError("max_completion_length must be at least 1, found "
                        f"{self.max_completion_length}")
-    if self.temperature < 0:
+    if not 0 <= self.temperature < math.inf:
       raise InputError(
-          f"temperature must not be negative, found {self.temperature}")
+          f"temperature must be 0 or positive, found {self.temperature}")
     if self.top_k < 0:
       raise InputError(f"top_k must not be negative, found {self.top_k}")
     if not 0 < self.top_p <= 1:

@@ -376,7 +376,7 @@ class CheckpointTest(_Case):
       Processor.from_checkpoint(folder)
 
   @parameterized.parameters(
-      ("config.json", "no such file"),
+      ("config.json", "cannot be read"),
       ("tokenizer.json", "can't load the tokenizer"),
       ("preprocessor_config.json", "expected processor_config.json or"))
   def test_missing_file(self, name, message):
@@ -394,9 +394,17 @@ class CheckpointTest(_Case):
     path = os.path.join(folder, name)
     with open(path, "r+b") as file:
       file.truncate(os.path.getsize(path) // 2)
-    with self.assertRaisesRegex(InputError, f"^{folder}.*can't") as caught:
+    with self.assertRaisesRegex(
+        InputError, f"^{folder}.*(can't|not valid JSON)") as caught:
       Processor.from_checkpoint(folder)
     self.assertNotIn("\n", str(caught.exception))
+
+  def test_generation_config_ends_completions_too(self):
+    folder = self._write()
+    with open(os.path.join(folder, "generation_config.json"), "w") as file:
+      json.dump({"eos_token_id": [7, 9]}, file)
+    self.assertEqual(
+        Processor.from_checkpoint(folder).config.eos_token_ids, (7, 9))
 
   def test_needs_no_torch(self):
     program = (

@@ -1,24 +1,89 @@
-"""A whole tiny checkpoint: tokenizer, preprocessors and random weights."""
+"""A small checkpoint with random weights, and files of rows for it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+import json
+import os
 import pathlib
+from typing import Any
 
 import jax
+import numpy as np
+import PIL.Image
 
 from rollplex_jax.models import hf, vlm
+from rollplex_jax.models.config import ModelConfig
 from tests.helpers import tiny_tokenizer
 
+# So many that a random policy ends most completions before their limit.
+EOS = tuple(range(40, 100))
 
-def write(folder, *, with_vision: bool = True, seed: int = 0) -> str:
-  """Writes a checkpoint that commands and trainers load; returns its path."""
-  folder = pathlib.Path(folder)
-  files = tiny_tokenizer.write_checkpoint(
-      str(folder / "files"), with_vision=with_vision)
-  config = hf.load_config(files)
-  params = vlm.init_params(config, jax.random.key(seed))
-  # Larger than the usual 0.02, so that what is read makes a difference.
-  params = jax.tree.map(lambda w: w * 5 if w.ndim > 1 else w, params)
-  path = folder / "checkpoint"
-  hf.save_checkpoint(path, config, params, assets_from=files)
-  return str(path)
+
+def write(folder: str | os.PathLike, *, with_vision: bool = True,
+          eos: Iterable[int] = (), seed: int = 0, std: float = 0.2) -> str:
+  """Writes two layers of 32 with a tower of one block.
+
+  Args:
+    folder: made if it isn't there.
+    with_vision: Qwen2.5-VL, or text-only Qwen2.
+    eos: for generation_config.json, beside <|im_end|>.
+    seed: of the weights.
+    std: of the weights, biases and norms (around 1) included. Large enough for
+      every token to have its say in the logits.
+
+  Returns:
+    `folder` as a string.
+  """
+  folder = tiny_tokenizer.write_checkpoint(os.fspath(folder), with_vision)
+  path = pathlib.Path(folder, "config.json")
+  raw = json.loads(path.read_text()) | {"num_hidden_layers": 2}
+  path.write_text(json.dumps(raw))
+  if eos:
+    pathlib.Path(folder, "generation_config.json").write_text(
+        json.dumps({"eos_token_id": list(eos)}))
+  config = hf.load_config(folder)
+  hf.save_checkpoint(folder, config, random_params(config, seed, std),
+                     assets_from=folder)
+  return folder
+
+
+def random_params(config: ModelConfig, seed: int = 0, std: float = 0.2):
+  """float32 parameters in which nothing is 0 or 1."""
+  rng = np.random.default_rng(seed)
+  fresh = jax.eval_shape(
+      lambda: vlm.init_params(config, jax.random.key(0)))
+  return jax.tree.map(
+      lambda w: ((w.ndim == 1) + std * rng.normal(size=w.shape)).astype(
+          np.float32), fresh)
+
+
+def write_image(path: str | os.PathLike, height: int = 56, width: int = 84,
+                seed: int = 0) -> str:
+  """Writes random pixels as a PNG; 56 x 84 are 24 patches, 6 features."""
+  pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3))
+  PIL.Image.fromarray(pixels.astype(np.uint8)).save(path)
+  return os.fspath(path)
+
+
+def write_rows(path: str | os.PathLike,
+               rows: Iterable[Mapping[str, Any]]) -> str:
+  """Writes JSONL."""
+  pathlib.Path(path).write_text(
+      "".join(json.dumps(row) + "\n" for row in rows))
+  return os.fspath(path)
+
+
+def message(*parts: Mapping[str, Any] | str) -> list[dict[str, Any]]:
+  """One user message; strings are its text parts."""
+  return [{"role": "user", "content": [
+      {"type": "text", "text": part} if isinstance(part, str) else dict(part)
+      for part in parts]}]
+
+
+def image(path: str) -> dict[str, str]:
+  return {"type": "image", "image": path}
+
+
+def video(paths, fps: float = 2.0) -> dict[str, Any]:
+  return {"type": "video", "video": paths, "fps": fps}
