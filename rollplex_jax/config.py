@@ -19,6 +19,7 @@ import ml_collections
 from ml_collections import config_dict
 
 from rollplex_jax.errors import InputError
+from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
 
@@ -154,7 +155,7 @@ class TrainConfig:
 
   Attributes:
     algorithm: "rl" or "supervised".
-    policy, data, rollout, objective, optimizer: see there.
+    policy, data, rollout, objective, optimizer, schedule: see there.
     train_batch_size: prompts (supervised: rows) per step.
     gen_batch_size: prompts that are rolled out per step; those groups whose
       rewards are not all equal are trained on, up to train_batch_size (DAPO's
@@ -184,6 +185,8 @@ class TrainConfig:
       default_factory=ObjectiveConfig)
   optimizer: OptimizerConfig = dataclasses.field(
       default_factory=OptimizerConfig)
+  schedule: ScheduleConfig = dataclasses.field(
+      default_factory=ScheduleConfig)
   train_batch_size: int = 8
   gen_batch_size: int = 0
   mini_batch_size: int = 0

@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 
-from rollplex_jax import schedule
 from rollplex_jax.data import batching
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
+from rollplex_jax.executor import Model, Settings, Step, score_groups
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
+from rollplex_jax.samples import Groups, make_batch
+from rollplex_jax.schedule import ScheduleConfig
+from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.sampling import SamplingConfig
 
 
@@ -82,14 +84,15 @@ def complete(params: Params, config: ModelConfig, processor: Processor,
     Each row's example and its completions.
   """
   batch_size = min(batch_size, len(rows))
+  settings = Settings(
+      config=config, schedule=ScheduleConfig(), sampling=sampling,
+      objective=ObjectiveConfig())
   for examples in progress(_batches(rows, processor.prompt, batch_size)):
-    batch = schedule.make_batch(
+    batch = make_batch(
         config, [e.prompt for e in examples], [e.index for e in examples],
         num_rows=batch_size)
-    features = schedule.features_of(params, config, batch)
-    out = jax.device_get(schedule.roll_out(
-        params, config, sampling, batch, features,
-        num_generations=num_generations, seed=seed, step=0))
+    out = Step(settings, batch, Model(params, 0), None,
+               num_generations=num_generations, seed=seed, step=0).roll_out()
     for b, example in enumerate(examples):
       completions = []
       for g in range(num_generations):
@@ -126,18 +129,16 @@ def score(params: Params, config: ModelConfig, processor: Processor,
 
   for examples in progress(_batches(rows, process, batch_size)):
     prompts, responses = zip(*(e.prompt for e in examples))
-    batch = schedule.make_batch(
+    batch = make_batch(
         config, prompts, [e.index for e in examples], num_rows=batch_size)
-    features = schedule.features_of(params, config, batch)
     token_ids, lengths = batching.stack_responses(
         responses, num_rows=batch_size)
-    samples = schedule.Samples(
-        prompt_index=np.arange(batch_size, dtype=np.int32),
-        token_ids=token_ids, lengths=lengths,
-        advantages=np.zeros(batch_size, np.float32))
-    logprobs = schedule.score(
-        params, config, batch, features, samples, temperature=temperature,
-        micro_batch_size=batch_size)
+    groups = Groups(
+        rows=np.arange(batch_size, dtype=np.int32),
+        token_ids=token_ids[:, None], lengths=lengths[:, None],
+        advantages=np.zeros((batch_size, 1), np.float32))
+    logprobs = score_groups(
+        params, config, batch, groups, temperature=temperature)[:, 0]
     for example, response, values in zip(examples, responses, logprobs):
       yield example, list(response), values[:len(response)].tolist()
 

@@ -1,333 +1,314 @@
-"""When each stage runs: the serial schedule.
+"""When each stage runs: a step's schedule as data.
 
-Rollout, reference scoring and training follow one another, each over whole
-batches, with the prompt and response of every sample processed in full in
-scoring and training. This is what current runtimes do and what faster
-schedules are measured against.
+A schedule is a list of units. Each says which stage runs, for which model and
+micro-batch, on which lane, and which named artefacts it reads and writes. From
+that follow the dependencies and the lifetimes (an artefact lives from its
+producer to its last consumer), and a schedule can be printed, drawn and
+checked before anything runs. `executor.py` runs it.
+
+Three schedules of the same stages:
+  serial, unshared  rollout; then every sample's prompt and response in full
+                    for the reference, and again for training: what verl, TRL
+                    and tunix do
+  serial, shared    the same phases, one prefix per prompt in each
+  rollplex          prefix work moves into the decode window, and the rollout's
+                    own prefill is the training prefix
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
-import functools
+import enum
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from rollplex_jax.data import batching
-from rollplex_jax.data.processor import Prompt
-from rollplex_jax.models import vlm
-from rollplex_jax.models.config import ModelConfig
-from rollplex_jax.models.inputs import PromptInputs, VisionInputs
-from rollplex_jax.models.weights import Params
-from rollplex_jax.stages import full_sequence, objectives, prefix, rollout
-from rollplex_jax.stages.full_sequence import Responses
-from rollplex_jax.stages.objectives import LossMetrics, Normalizers
-from rollplex_jax.stages.rollout import Completions
-from rollplex_jax.stages.sampling import SamplingConfig, sample_keys
-
-# Tokens; up to here all responses are padded to one length.
-_SHORT_RESPONSE = 16
+from rollplex_jax.errors import InputError
+from rollplex_jax.stages.prefix import SavePolicy
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptBatch:
-  """The prompts of a step, on the host and padded.
+class ScheduleName(enum.StrEnum):
+  SERIAL = "serial"
+  ROLLPLEX = "rollplex"
+
+
+class PrefixSource(enum.StrEnum):
+  """Where the training prefix of a step comes from under rollplex.
 
   Attributes:
-    prompts: B prompts as processed.
-    inputs: the same, padded.
-    vision: their packed patches, or None without media.
+    ROLLOUT: the rollout's own prefill; no extra forward pass.
+    WINDOW: computed again in the decode window.
   """
 
-  prompts: Sequence[Prompt]
-  inputs: PromptInputs
-  vision: VisionInputs | None
+  ROLLOUT = "rollout"
+  WINDOW = "window"
 
 
-def make_batch(config: ModelConfig, prompts: Sequence[Prompt],
-               row_ids: Sequence[int], num_rows: int | None = None,
-               length: int | None = None) -> PromptBatch:
-  """Pads prompts and packs their patches."""
-  return PromptBatch(
-      prompts,
-      batching.stack_prompts(prompts, row_ids, num_rows, length),
-      batching.pack_vision(prompts, config.vision))
-
-
-@dataclasses.dataclass(frozen=True)
-class Samples:
-  """The samples of a mini-batch, as numpy arrays.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+  """How the stages of a step are ordered.
 
   Attributes:
-    prompt_index: int32 [N], row in the step's batch.
-    token_ids: int32 [N, R].
-    lengths: int32 [N].
-    advantages: float32 [N].
-    old_logprobs: float32 [N, R] under the policy that sampled, or None in the
-      first update after a rollout.
-    ref_logprobs: float32 [N, R] under the reference, or None.
+    name: serial or rollplex.
+    share_prefix: compute each prompt's prefix once for its group in scoring and
+      training (the rollout always does). Rollplex requires it.
+    prefix_source: see `PrefixSource`; for rollplex.
+    save: what is kept between prefix forward and backward, where prefixes are
+      shared.
+    window_chunk: prefix tokens of a unit of work in the decode window.
   """
 
-  prompt_index: np.ndarray
-  token_ids: np.ndarray
-  lengths: np.ndarray
-  advantages: np.ndarray
-  old_logprobs: np.ndarray | None = None
-  ref_logprobs: np.ndarray | None = None
+  name: ScheduleName = ScheduleName.SERIAL
+  share_prefix: bool = True
+  prefix_source: PrefixSource = PrefixSource.ROLLOUT
+  save: SavePolicy = SavePolicy.LAYER_INPUTS
+  window_chunk: int = 256
 
-  def __len__(self) -> int:
-    return len(self.lengths)
-
-  def take(self, rows) -> Samples:
-    """Some of the samples."""
-    return Samples(*(None if a is None else a[rows] for a in (
-        self.prompt_index, self.token_ids, self.lengths, self.advantages,
-        self.old_logprobs, self.ref_logprobs)))
-
-  def padded(self, size: int) -> Samples:
-    """The samples followed by empty ones up to `size`."""
-    def pad(a):
-      if a is None:
-        return None
-      return np.pad(a, [(0, size - len(a))] + [(0, 0)] * (a.ndim - 1))
-    return Samples(*map(pad, (
-        self.prompt_index, self.token_ids, self.lengths, self.advantages,
-        self.old_logprobs, self.ref_logprobs)))
-
-
-def features_of(params: Params, config: ModelConfig,
-                batch: PromptBatch) -> jax.Array | None:
-  """Merged vision features of a batch, or None where it has no media."""
-  if batch.vision is None:
-    return None
-  return vision_program(params, config, batch.vision)
+  def __post_init__(self):
+    for key, choices in (("name", ScheduleName), ("save", SavePolicy),
+                         ("prefix_source", PrefixSource)):
+      value = getattr(self, key)
+      if value not in list(choices):
+        raise InputError(f"schedule.{key}={value!r}: expected one of "
+                         f"{', '.join(choices)}")
+      object.__setattr__(self, key, choices(value))
+    if self.window_chunk < 1:
+      raise InputError(
+          f"schedule.window_chunk={self.window_chunk}: expected at least 1")
+    if self.name == ScheduleName.ROLLPLEX and not self.share_prefix:
+      raise InputError(
+          "schedule.name=rollplex with schedule.share_prefix=False: rollplex "
+          "computes each prefix once")
+    if (self.prefix_source == PrefixSource.WINDOW
+        and self.save == SavePolicy.ACTIVATIONS):
+      raise InputError(
+          "schedule.prefix_source=window with schedule.save=activations: the "
+          "window saves layer inputs; expected layer_inputs, offload or nothing")
 
 
-def roll_out(params: Params, config: ModelConfig, sampling: SamplingConfig,
-             batch: PromptBatch, features: jax.Array | None, *,
-             num_generations: int, seed: int, step: int) -> Completions:
-  """Prefill and decode: G completions of every prompt of a batch."""
-  keys = sample_keys(seed, step, jnp.asarray(batch.inputs.row_ids),
-                     num_generations)
-  prompts = jax.device_put(batch.inputs)
-  kv = prefix_program(params, config, prompts, features)
-  return decode_program(params, config, sampling, prompts, kv, keys)
+class Lane(enum.StrEnum):
+  ROLLOUT = "rollout"
+  REFERENCE = "reference"
+  TRAINING = "training"
 
 
-def score(params: Params, config: ModelConfig, batch: PromptBatch,
-          features: jax.Array | None, samples: Samples, *,
-          temperature: float, micro_batch_size: int) -> np.ndarray:
-  """float32 [N, R] log-probs of the samples' tokens, zero past their ends."""
-  out = np.zeros(samples.token_ids.shape, np.float32)
-  for micro in _micro_batches(batch, samples, micro_batch_size):
-    logprobs = score_program(
-        params, config, batching.take_rows(batch.inputs, micro.used), features,
-        micro.responses, temperature)
-    micro.place(out, logprobs * micro.responses.mask)
+class Stage(enum.StrEnum):
+  VISION = "vision"
+  PREFIX = "prefix"
+  DECODE = "decode"
+  WINDOW = "window"
+  SCORE_FULL = "score_full"
+  SCORE = "score"
+  GRADIENT_FULL = "gradient_full"
+  GRADIENT = "gradient"
+  PREFIX_BACKWARD = "prefix_backward"
+  VISION_BACKWARD = "vision_backward"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unit:
+  """One piece of work.
+
+  Attributes:
+    stage: what runs.
+    lane: whose work it is.
+    model: "policy" or "reference": whose weights it reads.
+    block: number of the prompt micro-batch, or None for all prompts.
+    part: number of the sample micro-batch in it, or None.
+    reads: names of artefacts.
+    writes: names of artefacts.
+  """
+
+  stage: Stage
+  lane: Lane
+  model: str = "policy"
+  block: int | None = None
+  part: int | None = None
+  reads: tuple[str, ...] = ()
+  writes: tuple[str, ...] = ()
+
+  def __str__(self) -> str:
+    where = "".join(
+        f"[{i}]" for i in (self.block, self.part) if i is not None)
+    return (f"{self.lane:<9} {self.stage}{where} ({self.model})  "
+            f"{', '.join(self.reads)} -> {', '.join(self.writes)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+  """What a step's plans depend on beside the configuration.
+
+  Attributes:
+    has_media: the step's prompts hold pictures.
+    has_reference: a reference model is scored.
+    trains_tower: the vision tower learns (then the reference has its own).
+    scores_policy: old log-probs are needed, for there are several updates.
+  """
+
+  has_media: bool
+  has_reference: bool
+  trains_tower: bool
+  scores_policy: bool
+
+
+def rollout_plan(config: ScheduleConfig, facts: Facts) -> list[Unit]:
+  """Units of the rollout and of all that runs beside it."""
+  plan = [*_vision("policy", facts, Lane.ROLLOUT)]
+  features = _features("policy", facts)
+  rollplex = config.name == ScheduleName.ROLLPLEX
+  from_rollout = rollplex and config.prefix_source == PrefixSource.ROLLOUT
+  plan.append(Unit(
+      stage=Stage.PREFIX, lane=Lane.ROLLOUT, reads=features,
+      writes=("rollout/kv", *(("policy/saved",) if from_rollout else ()))))
+  in_window = []
+  if rollplex and facts.has_reference:
+    if facts.trains_tower:
+      plan += _vision("reference", facts, Lane.REFERENCE)
+    in_window.append("reference/kv")
+  if rollplex and not from_rollout:
+    in_window += ["policy/kv", "policy/saved"]
+  reads = ("rollout/kv", *features)
+  if in_window:
+    if facts.has_reference:
+      reads = tuple(dict.fromkeys(reads + _features("reference", facts)))
+    plan.append(Unit(stage=Stage.WINDOW, lane=Lane.ROLLOUT, reads=reads,
+                     writes=("completions", *in_window)))
+  else:
+    plan.append(Unit(stage=Stage.DECODE, lane=Lane.ROLLOUT, reads=reads[:1],
+                     writes=("completions",)))
+  return plan
+
+
+def scoring_plan(config: ScheduleConfig, facts: Facts,
+                 micro: Iterable[tuple[int, int]]) -> list[Unit]:
+  """Units that score all samples under the reference and the old policy.
+
+  `micro` gives (block, part) of each micro-batch.
+  """
+  micro = list(micro)
+  plan = []
+  models = [*(["reference"] if facts.has_reference else []),
+            *(["policy"] if facts.scores_policy else [])]
+  for model in models:
+    lane = Lane.REFERENCE if model == "reference" else Lane.TRAINING
+    out = "ref_logprobs" if model == "reference" else "old_logprobs"
+    features = _features(model, facts)
+    ready = config.name == ScheduleName.ROLLPLEX
+    if model == "reference" and facts.trains_tower and not ready:
+      plan += _vision("reference", facts, lane)
+    for block, part in micro:
+      if not config.share_prefix:
+        plan.append(Unit(stage=Stage.SCORE_FULL, lane=lane, model=model,
+                         block=block, part=part, reads=features,
+                         writes=(out,)))
+        continue
+      kv = _first_kv(config, model) if ready else f"{model}/kv.{block}"
+      if not ready and part == 0:
+        plan.append(Unit(stage=Stage.PREFIX, lane=lane, model=model,
+                         block=block, reads=features, writes=(kv,)))
+      plan.append(Unit(stage=Stage.SCORE, lane=lane, model=model, block=block,
+                       part=part, reads=(kv,), writes=(out,)))
+  return plan
+
+
+def update_plan(config: ScheduleConfig, facts: Facts,
+                micro: Iterable[tuple[int, int]], *,
+                first: bool) -> list[Unit]:
+  """Units of one mini-batch's gradient.
+
+  Args:
+    config: the schedule.
+    facts: of the step.
+    micro: (block, part) of each micro-batch, in order.
+    first: no update came between the rollout and this one, so its artefacts
+      of the policy are valid; otherwise they are computed again.
+  """
+  micro = list(micro)
+  features = _features("policy", facts)
+  train = dict(lane=Lane.TRAINING)
+  if not config.share_prefix:
+    # A trained tower runs inside each pass, on its own patches.
+    reads = () if facts.trains_tower else features
+    return [Unit(stage=Stage.GRADIENT_FULL, block=b, part=p, reads=reads,
+                 writes=("grads",), **train) for b, p in micro]
+  plan = []
+  if facts.trains_tower and not first:
+    plan += _vision("policy", facts, Lane.TRAINING)
+  ready = first and config.name == ScheduleName.ROLLPLEX
+  last_part = dict(micro)
+  for block, part in micro:
+    kv, saved = f"policy/kv.{block}", f"policy/saved.{block}"
+    if ready:
+      kv, saved = _first_kv(config, "policy"), "policy/saved"
+    elif part == 0:
+      plan.append(Unit(stage=Stage.PREFIX, block=block, reads=features,
+                       writes=(kv, saved), **train))
+    plan.append(Unit(stage=Stage.GRADIENT, block=block, part=part, reads=(kv,),
+                     writes=("grads", f"kv_grads.{block}"), **train))
+    if part == last_part[block]:
+      tower = ("feature_grads",) if facts.trains_tower and facts.has_media else ()
+      plan.append(Unit(
+          stage=Stage.PREFIX_BACKWARD, block=block,
+          reads=(saved, f"kv_grads.{block}", *features),
+          writes=("grads", *tower), **train))
+  if facts.trains_tower and facts.has_media:
+    plan.append(Unit(stage=Stage.VISION_BACKWARD, reads=("feature_grads",),
+                     writes=("grads",), **train))
+  return plan
+
+
+def last_reads(plan: Sequence[Unit], keep: Iterable[str]) -> dict[int, list[str]]:
+  """Artefacts to drop after each unit: those that no later unit reads.
+
+  `keep` names artefacts that outlive the plan.
+  """
+  last = {}
+  for i, unit in enumerate(plan):
+    for name in (*unit.reads, *unit.writes):
+      last[name] = i
+  out: dict[int, list[str]] = {}
+  for name, i in last.items():
+    if name not in set(keep):
+      out.setdefault(i, []).append(name)
   return out
 
 
-def gradient(trained: Params, frozen: Params, config: ModelConfig,
-             objective: objectives.ObjectiveConfig, batch: PromptBatch,
-             features: jax.Array | None, samples: Samples, *,
-             temperature: float, micro_batch_size: int, remat: bool,
-             with_entropy: bool) -> tuple[Params, LossMetrics, np.ndarray]:
-  """Gradient of a mini-batch, summed over micro-batches.
+def check(plan: Sequence[Unit], given: Iterable[str] = ()) -> None:
+  """Checks that every artefact is written before it is read.
 
-  Args:
-    trained: the parts of the parameters that learn.
-    frozen: the others.
-    config: the model's configuration.
-    objective: the loss.
-    batch: the step's prompts.
-    features: their merged features; not read where the tower is trained.
-    samples: N samples of the mini-batch.
-    temperature: of the rollout.
-    micro_batch_size: samples per pass.
-    remat: recompute layers in the backward pass.
-    with_entropy: measure entropy.
-
-  Returns:
-    float32 gradients like `trained`, metrics of the whole mini-batch, and
-    float32 [N, R] log-probs of the samples' tokens before the update.
+  Raises:
+    ValueError: naming the unit and the artefact.
   """
-  normalizers = Normalizers(
-      num_tokens=np.float32(samples.lengths.sum()),
-      num_sequences=np.float32(len(samples)))
-  grads, metrics = zeros_program(trained), None
-  out = np.zeros(samples.token_ids.shape, np.float32)
-  for micro in _micro_batches(batch, samples, micro_batch_size):
-    prompts, vision = _prompts_of(micro, config, batch, trained)
-    part = micro.samples
-    grads, new, logprobs = gradient_program(
-        trained, frozen, grads, config, objective, prompts, features, vision,
-        micro.responses, part.advantages, part.old_logprobs,
-        part.ref_logprobs, normalizers, temperature, remat, with_entropy)
-    metrics = new if metrics is None else metrics.merge(new)
-    micro.place(out, logprobs * micro.responses.mask)
-  return grads, metrics, out
+  known = set(given)
+  for unit in plan:
+    for name in unit.reads:
+      if name not in known:
+        raise ValueError(f"{unit}: reads {name}, which nothing wrote")
+    known.update(unit.writes)
 
 
-def supervised_gradient(
-    trained: Params, frozen: Params, config: ModelConfig, batch: PromptBatch,
-    features: jax.Array | None, samples: Samples, *, micro_batch_size: int,
-    remat: bool) -> tuple[Params, jax.Array]:
-  """Gradient and value of the mean negative log-prob of response tokens."""
-  num_tokens = np.float32(max(samples.lengths.sum(), 1))
-  grads, loss = zeros_program(trained), 0.0
-  for micro in _micro_batches(batch, samples, micro_batch_size):
-    prompts, vision = _prompts_of(micro, config, batch, trained)
-    grads, new = supervised_program(
-        trained, frozen, grads, config, prompts, features, vision,
-        micro.responses, num_tokens, remat)
-    loss += new
-  return grads, loss
+def describe(plan: Sequence[Unit]) -> str:
+  """The units, a line each."""
+  return "\n".join(f"{i:3d} {unit}" for i, unit in enumerate(plan))
 
 
-@dataclasses.dataclass(frozen=True)
-class _MicroBatch:
-  """Samples of one pass.
+def _features(model: str, facts: Facts) -> tuple[str, ...]:
+  """Name of the vision features that a model reads.
 
-  Attributes:
-    rows: numbers of the real samples in the mini-batch.
-    used: rows of the step's batch whose prompts come along.
-    samples: the samples, filled up with empty ones.
-    responses: their responses; `prompt_index` counts through `used`.
+  A frozen tower is the same in policy and reference: one set of features.
   """
-
-  rows: np.ndarray
-  used: np.ndarray
-  samples: Samples
-  responses: Responses
-
-  def place(self, out: np.ndarray, values: jax.Array) -> None:
-    """Writes per-token values of the real samples into the mini-batch's."""
-    out[self.rows, :values.shape[1]] = np.asarray(values)[:len(self.rows)]
+  if not facts.has_media:
+    return ()
+  own = model == "reference" and facts.trains_tower
+  return ("reference/features",) if own else ("policy/features",)
 
 
-def _micro_batches(batch: PromptBatch, samples: Samples,
-                   size: int) -> Iterator[_MicroBatch]:
-  """Cuts samples into micro-batches of one shape.
-
-  Responses are trimmed to the bucket of the longest among them, so the
-  rollout's length limit costs nothing here. The last micro-batch is filled up
-  with empty samples, and the prompts with repeated ones. Shapes are rounded up
-  (counts to powers of two, and short responses are not told apart), since the
-  number of groups that are trained on differs from step to step and every
-  shape is another program to compile.
-  """
-  longest = int(samples.lengths.max(initial=1))
-  width = min(batching.bucket(longest, _SHORT_RESPONSE),
-              samples.token_ids.shape[1])
-  cut = lambda a: None if a is None else a[:, :width]
-  samples = dataclasses.replace(
-      samples, token_ids=cut(samples.token_ids),
-      old_logprobs=cut(samples.old_logprobs),
-      ref_logprobs=cut(samples.ref_logprobs))
-  size = min(size or len(samples), _power_of_two(len(samples)))
-  parts = [np.arange(i, min(i + size, len(samples)))
-           for i in range(0, len(samples), size)]
-  most = min(size, _power_of_two(max(
-      len(np.unique(samples.prompt_index[rows])) for rows in parts)))
-  for rows in parts:
-    part = samples.take(rows).padded(size)
-    used, local = np.unique(
-        samples.prompt_index[rows], return_inverse=True)
-    local = np.pad(local.astype(np.int32), (0, size - len(rows)))
-    used = np.pad(used, (0, most - len(used)), mode="edge")
-    yield _MicroBatch(rows, used, part,
-                      Responses(local, part.token_ids, part.lengths))
+def _vision(model: str, facts: Facts, lane: Lane) -> list[Unit]:
+  names = _features(model, facts)
+  return [Unit(stage=Stage.VISION, lane=lane, model=model, writes=names)
+          ] if names else []
 
 
-def _power_of_two(count: int) -> int:
-  """The smallest power of two that is at least `count`."""
-  return 1 << max(count - 1, 0).bit_length()
-
-
-def _prompts_of(micro: _MicroBatch, config: ModelConfig, batch: PromptBatch,
-                trained: Params):
-  """A micro-batch's prompts, with patches of their own if the tower learns.
-
-  A trained tower runs again in every micro-batch, on the patches of just those
-  prompts; feature indices then count through these.
-  """
-  if "visual" not in trained:
-    return batching.take_rows(batch.inputs, micro.used), None
-  prompts = [batch.prompts[i] for i in micro.used]
-  inputs = batching.stack_prompts(
-      prompts, batch.inputs.row_ids[micro.used],
-      length=batch.inputs.token_ids.shape[1])
-  return inputs, batching.pack_vision(prompts, config.vision)
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def vision_program(params, config, vision) -> jax.Array:
-  """Merged features of a batch's media."""
-  return vlm.vision_features(params, config, vision)
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def prefix_program(params, config, prompts, features):
-  """`prefix.prefix_kv`, compiled."""
-  return prefix.prefix_kv(params["text"], config, prompts, features)[0]
-
-
-@functools.partial(jax.jit, static_argnames=("config", "sampling"))
-def decode_program(params, config, sampling, prompts, kv, keys):
-  """`rollout.decode`, compiled."""
-  return rollout.decode(params, config, sampling, prompts, kv, keys)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "temperature"))
-def score_program(params, config, prompts, features, responses, temperature):
-  """`full_sequence.response_logprobs` without entropies, compiled."""
-  return full_sequence.response_logprobs(
-      params, config, prompts, features, responses,
-      temperature=temperature)[0]
-
-
-@jax.jit
-def zeros_program(trained):
-  """float32 zeros like the trained parameters."""
-  return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), trained)
-
-
-@functools.partial(
-    jax.jit, donate_argnames="grads",
-    static_argnames=("config", "objective", "temperature", "remat",
-                     "with_entropy"))
-def gradient_program(
-    trained, frozen, grads, config, objective, prompts, features, vision,
-    responses, advantages, old_logprobs, ref_logprobs,
-    normalizers: Normalizers, temperature, remat, with_entropy):
-  """Adds one micro-batch to the gradient."""
-
-  def loss_fn(logprobs, entropy):
-    loss, metrics = objectives.policy_loss(
-        logprobs, responses.mask, advantages, objective, normalizers,
-        old_logp=old_logprobs, ref_logp=ref_logprobs, entropy=entropy)
-    return loss, (metrics, logprobs)
-
-  (_, (metrics, logprobs)), new = full_sequence.loss_and_grad(
-      trained, frozen, config, prompts, features, vision, responses, loss_fn,
-      temperature=temperature, remat=remat, with_entropy=with_entropy)
-  return jax.tree.map(jnp.add, grads, new), metrics, logprobs
-
-
-@functools.partial(
-    jax.jit, donate_argnames="grads", static_argnames=("config", "remat"))
-def supervised_program(trained, frozen, grads, config, prompts, features,
-                       vision, responses, num_tokens, remat):
-  """Adds one micro-batch of -log p(response) / num_tokens to the gradient."""
-
-  def loss_fn(logprobs, _):
-    loss = -jnp.sum(logprobs * responses.mask) / num_tokens
-    return loss, None
-
-  (loss, _), new = full_sequence.loss_and_grad(
-      trained, frozen, config, prompts, features, vision, responses, loss_fn,
-      remat=remat)
-  return jax.tree.map(jnp.add, grads, new), loss
+def _first_kv(config: ScheduleConfig, model: str) -> str:
+  """The artefact that holds a model's prefixes after a rollplex rollout."""
+  if model == "policy" and config.prefix_source == PrefixSource.ROLLOUT:
+    return "rollout/kv"
+  return f"{model}/kv"

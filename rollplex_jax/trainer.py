@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollplex_jax import inference, schedule
+from rollplex_jax import inference
 from rollplex_jax import metrics as metrics_lib
 from rollplex_jax.config import Algorithm, TrainConfig, to_config_dict
 from rollplex_jax.data import batching
@@ -31,8 +31,10 @@ from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation, evaluate
+from rollplex_jax.executor import Model, Settings, Step, supervised_gradient
 from rollplex_jax.models import hf, weights
 from rollplex_jax.models.weights import Params
+from rollplex_jax.samples import Groups, make_batch
 from rollplex_jax.stages import objectives, update
 from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.stages.sampling import SamplingConfig
@@ -94,7 +96,8 @@ class Trainer:
     self.reference = None
     if not self.supervised and config.objective.beta > 0:
       # A copy: the first update donates the master weights.
-      self.reference = jax.tree.map(jnp.copy, self._trained)
+      self.reference = Model({**self.frozen, **jax.tree.map(
+          jnp.copy, self._trained)}, 0)
     # dr_grpo divides by the rollout's length limit.
     self.objective = dataclasses.replace(
         config.objective,
@@ -106,6 +109,12 @@ class Trainer:
         top_p=rollout.top_p, eos_token_ids=inference.eos_token_ids(
             self.model_config, self.processor),
         banned_token_ids=self.model_config.vision_token_ids)
+    self.settings = Settings(
+        config=self.model_config, schedule=config.schedule,
+        sampling=self.sampling, objective=self.objective,
+        micro_batch_size=config.micro_batch_size, remat=config.policy.remat,
+        with_entropy=config.with_entropy, trained=tuple(self._trained))
+    self.version = 0
     self.skipped_rows = 0
     self.evaluations: list[tuple[int, Evaluation]] = []
 
@@ -258,16 +267,15 @@ class Trainer:
 
   def _rl_step(self, examples: list[Example], step: int, timer):
     config, rollout = self.config, self.config.rollout
+    batch = make_batch(
+        self.model_config, [e.prompt for e in examples],
+        [e.index for e in examples])
+    work = Step(
+        self.settings, batch, self._policy(), self.reference,
+        num_generations=rollout.num_generations, seed=config.seed, step=step,
+        several_updates=config.updates_per_step > 1)
     with timer.phase("gen"):
-      batch = schedule.make_batch(
-          self.model_config, [e.prompt for e in examples],
-          [e.index for e in examples])
-      features = schedule.features_of(
-          self.params, self.model_config, batch)
-      completions = jax.device_get(schedule.roll_out(
-          self.params, self.model_config, self.sampling, batch, features,
-          num_generations=rollout.num_generations, seed=config.seed,
-          step=step))
+      completions = work.roll_out()
     with timer.phase("reward"):
       texts, scores = self._score(examples, completions)
       rewards = np.array([s["overall"] for s in scores], np.float32).reshape(
@@ -279,9 +287,8 @@ class Trainer:
     values = self._rollout_metrics(batch, completions, rewards, scores)
     values["train/groups"] = float(len(kept))
     if len(kept):
-      samples = _samples(kept, completions, advantages)
-      values |= self._updates(batch, features, samples, completions, kept,
-                              step, timer)
+      groups = _groups(kept, completions, advantages)
+      values |= self._updates(work, groups, completions, step, timer)
     record = _record(step, examples, texts, scores, rollout.num_generations,
                      set(kept.tolist()))
     return values, record
@@ -305,67 +312,54 @@ class Trainer:
     mixed = np.flatnonzero(rewards.max(axis=1) != rewards.min(axis=1))
     return mixed[:self.config.train_batch_size]
 
-  def _updates(self, batch, features, samples: schedule.Samples,
-               completions: Completions, kept, step, timer):
+  def _updates(self, work: Step, groups: Groups, completions: Completions,
+               step: int, timer):
     """Scores under reference and old policy, then updates the policy."""
     config = self.config
-    temperature = config.rollout.temperature
-    micro = config.micro_batch_size or config.samples_per_update
-    several = (config.num_iterations > 1
-               or len(kept) > config.prompts_per_update)
-    common = dict(temperature=temperature, micro_batch_size=micro)
-    if self.reference is not None:
-      with timer.phase("ref"):
-        params = {**self.frozen, **self.reference}
-        # A frozen tower is the reference's own; a trained one is not.
-        seen = features
-        if "visual" in self.reference:
-          seen = schedule.features_of(params, self.model_config, batch)
-        samples = dataclasses.replace(samples, ref_logprobs=schedule.score(
-            params, self.model_config, batch, seen, samples, **common))
-    if several:
-      with timer.phase("old_log_prob"):
-        samples = dataclasses.replace(samples, old_logprobs=schedule.score(
-            self.params, self.model_config, batch, features, samples,
-            **common))
-    values, total, first = {}, None, None
+    with timer.phase("old_log_prob" if self.reference is None else "ref"):
+      groups = work.score(groups)
+    values, total, gap = {}, None, {}
     with timer.phase("update_actor"):
-      for order in self._mini_batches(len(kept), step):
-        part = samples.take(order)
-        if first is None:
+      for i, order in enumerate(self._mini_batches(len(groups), step)):
+        part = groups.take(order)
+        if i == 0:
           # Before anything is updated the ratio is exactly one; the loss
           # needs no old log-probs and gives those of this policy.
           part = dataclasses.replace(part, old_logprobs=None)
-        grads, metrics, logprobs = schedule.gradient(
-            self._trained, self.frozen, self.model_config, self.objective,
-            batch, features, part, remat=config.policy.remat,
-            with_entropy=config.with_entropy, **common)
-        if first is None:
-          first = order, logprobs
+        grads, metrics, logprobs = work.gradient(part, first=i == 0)
+        if i == 0:
+          gap = _gap(completions, part, logprobs)
         self.state, self._trained, new = update.apply_gradients(
             self.state, grads, self.optimizer, config.policy.compute_dtype)
         del grads
+        self.version += 1
+        work.update_policy(self._policy())
         values |= new
         total = metrics if total is None else total.merge(metrics)
       values |= total.finalize()
       values = {k: float(v) for k, v in jax.device_get(values).items()}
-    return values | _gap(completions, kept, *first)
+    return values | gap
+
+  def _policy(self) -> Model:
+    """The current parameters with the number of updates behind them."""
+    trains_tower = "visual" in self._trained
+    return Model(self.params, self.version,
+                 self.version if trains_tower else 0)
 
   def _mini_batches(self, num_groups: int, step: int):
-    """Sample numbers of each mini-batch, over all iterations.
+    """Group numbers of each mini-batch, over all iterations.
 
     Groups stay whole, so a mini-batch has the same advantages alone as
     together. The first iteration keeps their order, later ones shuffle.
     """
-    g, size = self.config.rollout.num_generations, self.config.prompts_per_update
+    size = self.config.prompts_per_update
     for iteration in range(self.config.num_iterations):
-      groups = np.arange(num_groups)
+      order = np.arange(num_groups)
       if iteration:
         np.random.default_rng((self.config.seed, step, iteration)).shuffle(
-            groups)
+            order)
       for i in range(0, num_groups, size):
-        part = groups[i:i + size]
-        yield (part[:, None] * g + np.arange(g)).reshape(-1)
+        yield order[i:i + size]
 
   def _rollout_metrics(self, batch, completions, rewards, scores):
     lengths = completions.lengths.reshape(-1)
@@ -404,25 +398,21 @@ class Trainer:
     config = self.config
     with timer.phase("data"):
       prompts, responses = zip(*(e.prompt for e in examples))
-      batch = schedule.make_batch(
+      batch = make_batch(
           self.model_config, prompts, [e.index for e in examples])
       token_ids, lengths = batching.stack_responses(responses)
-      samples = schedule.Samples(
-          prompt_index=np.arange(len(prompts), dtype=np.int32),
-          token_ids=token_ids, lengths=lengths,
-          advantages=np.zeros(len(prompts), np.float32))
+      groups = Groups(
+          rows=np.arange(len(prompts), dtype=np.int32),
+          token_ids=token_ids[:, None], lengths=lengths[:, None],
+          advantages=np.zeros((len(prompts), 1), np.float32))
     values, losses = {}, []
     with timer.phase("update_actor"):
-      features = None
-      if "visual" not in self._trained:
-        features = schedule.features_of(
-            self.params, self.model_config, batch)
       size = config.prompts_per_update
       for i in range(0, len(prompts), size):
-        grads, loss = schedule.supervised_gradient(
-            self._trained, self.frozen, self.model_config, batch, features,
-            samples.take(np.arange(i, min(i + size, len(prompts)))),
-            micro_batch_size=config.micro_batch_size or size,
+        grads, loss = supervised_gradient(
+            self._trained, self.frozen, self.model_config, batch,
+            groups.take(np.arange(i, min(i + size, len(prompts)))),
+            micro_batch_size=config.micro_batch_size,
             remat=config.policy.remat)
         self.state, self._trained, new = update.apply_gradients(
             self.state, grads, self.optimizer, config.policy.compute_dtype)
@@ -435,24 +425,19 @@ class Trainer:
     return values, []
 
 
-def _samples(kept: np.ndarray, completions: Completions,
-             advantages: np.ndarray) -> schedule.Samples:
-  """The samples of the groups that are kept, group after group."""
-  g, r = completions.token_ids.shape[1:]
-  return schedule.Samples(
-      prompt_index=np.repeat(kept, g).astype(np.int32),
-      token_ids=completions.token_ids[kept].reshape(-1, r),
-      lengths=completions.lengths[kept].reshape(-1),
-      advantages=advantages[kept].reshape(-1))
+def _groups(kept: np.ndarray, completions: Completions,
+            advantages: np.ndarray) -> Groups:
+  """The groups that are kept, with their rows in the step's batch."""
+  return Groups(
+      rows=kept.astype(np.int32), token_ids=completions.token_ids[kept],
+      lengths=completions.lengths[kept], advantages=advantages[kept])
 
 
-def _gap(completions: Completions, kept, order, logprobs) -> dict[str, float]:
+def _gap(completions: Completions, groups: Groups,
+         logprobs: np.ndarray) -> dict[str, float]:
   """How far training log-probs are from those recorded in the rollout."""
-  r = completions.logprobs.shape[2]
-  recorded = completions.logprobs[kept].reshape(-1, r)[order]
-  lengths = completions.lengths[kept].reshape(-1)[order]
-  mask = np.arange(r) < lengths[:, None]
-  gap = np.abs(recorded - logprobs)[mask]
+  recorded = completions.logprobs[groups.rows]
+  gap = np.abs(recorded - logprobs)[groups.mask]
   if not gap.size:
     return {}
   return {"training/rollout_logprobs_diff_mean": float(gap.mean()),

@@ -119,7 +119,7 @@ class TrainerTest(parameterized.TestCase):
     self.assertGreater(values[2]["actor/kl_loss"], 1e-4)
     _, initial = hf.load_checkpoint(self.path)
     for a, b in zip(jax.tree.leaves(initial["text"]),
-                    jax.tree.leaves(trainer.reference["text"])):
+                    jax.tree.leaves(trainer.reference.params["text"])):
       np.testing.assert_array_equal(a, b)
     self.assertIsNone(self.run_steps(_config(self.path), 0)[0].reference)
 

@@ -20,6 +20,9 @@ from rollplex_jax.models.weights import Init, Params, Weight
 
 Rope = tuple[jax.Array, jax.Array]  # cos and sin, [B, T, h] each.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# Mesh axes over which heads, MLP and vocabulary are split, in code that runs
+# under `shard_map`; None where arrays are whole (or the compiler splits them).
+Axis = str | tuple[str, ...] | None
 
 
 def weights(config: TextConfig) -> Params:
@@ -72,8 +75,13 @@ def weights(config: TextConfig) -> Params:
   return tree
 
 
+def total(x: jax.Array, axis: Axis) -> jax.Array:
+  """The sum over a mesh axis of what each device holds a share of."""
+  return x if axis is None else jax.lax.psum(x, axis)
+
+
 def embed(params: Params, token_ids: jax.Array, features=None,
-          feature_index=None) -> jax.Array:
+          feature_index=None, *, axis: Axis = None) -> jax.Array:
   """Token embeddings with vision features in place of placeholders.
 
   Args:
@@ -83,15 +91,26 @@ def embed(params: Params, token_ids: jax.Array, features=None,
     feature_index: int32 [B, T], a row of `features`, or -1 for text. Which
       token takes which feature is thus decided once, on the host, and a
       placeholder id that was sampled into a response stays a token.
+    axis: mesh axis that splits the vocabulary.
 
   Returns:
     [B, T, D].
   """
-  x = params["embed"][token_ids]
+  x = _look_up(params["embed"], token_ids, axis)
   if features is None:
     return x
   seen = features[jnp.maximum(feature_index, 0)].astype(x.dtype)
   return jnp.where((feature_index >= 0)[..., None], seen, x)
+
+
+def _look_up(table: jax.Array, token_ids: jax.Array, axis: Axis) -> jax.Array:
+  if axis is None:
+    return table[token_ids]
+  held = table.shape[0]
+  local = token_ids - jax.lax.axis_index(axis) * held
+  rows = table[jnp.clip(local, 0, held - 1)]
+  here = (local >= 0) & (local < held)
+  return total(jnp.where(here[..., None], rows, jnp.zeros_like(rows)), axis)
 
 
 def rope(config: TextConfig, positions: jax.Array) -> Rope:
@@ -118,32 +137,47 @@ def rope(config: TextConfig, positions: jax.Array) -> Rope:
   return jnp.cos(angles), jnp.sin(angles)
 
 
-def project_qkv(w: Params, config: TextConfig, x: jax.Array, angles: Rope):
-  """Normed and rotated q [B,T,H,h], k [B,T,K,h] and v [B,T,K,h] of a layer."""
+def project_qkv(w: Params, config: TextConfig, x: jax.Array, angles: Rope,
+                num_queries: int | None = None):
+  """Normed and rotated q [B,T,H,h], k [B,T,K,h] and v [B,T,K,h] of a layer.
+
+  With `num_queries`, queries are made for so many first tokens only.
+  """
   y = layers.rms_norm(x, w["attn_norm"], config.rms_norm_eps)
   cos, sin = (a.astype(x.dtype) for a in angles)
 
-  def split(name):
+  def split(name, y):
     z = layers.dense_out_in(y, w[name], w[f"{name}_bias"])
     return z.reshape(*z.shape[:-1], -1, config.head_dim)
 
-  q, k, v = split("q"), split("k"), split("v")
-  return layers.rotate(q, cos, sin), layers.rotate(k, cos, sin), v
+  cut = lambda a: a[:, :num_queries]
+  q, k, v = split("q", cut(y)), split("k", y), split("v", y)
+  return layers.rotate(q, cut(cos), cut(sin)), layers.rotate(k, cos, sin), v
 
 
-def finish_layer(w: Params, config: TextConfig, x: jax.Array,
-                 attended: jax.Array) -> jax.Array:
-  """Adds attention's output [B, T, H*h] and the MLP to the residual x."""
-  x = x + layers.dense_in_out(attended, w["o"])
+def attention_half(w: Params, config: TextConfig, x: jax.Array, angles: Rope,
+                   attend: Attend, num_queries: int | None = None):
+  """What attention adds to the residual x [B, T, D], and attend's extra.
+
+  Where heads are split over devices, each holds a partial sum. With
+  `num_queries`, only so many first tokens attend: [B, num_queries, D].
+  """
+  attended, extra = attend(*project_qkv(w, config, x, angles, num_queries))
+  return layers.dense_in_out(attended, w["o"]), extra
+
+
+def mlp_half(w: Params, config: TextConfig, x: jax.Array) -> jax.Array:
+  """What the MLP adds to x [B, T, D]; a partial sum where F is split."""
   y = layers.rms_norm(x, w["mlp_norm"], config.rms_norm_eps)
-  return x + layers.swiglu(y, w["gate"], w["up"], w["down"])
+  return layers.swiglu(y, w["gate"], w["up"], w["down"])
 
 
 def layer(w: Params, config: TextConfig, x: jax.Array, angles: Rope,
-          attend: Attend):
+          attend: Attend, *, axis: Axis = None):
   """One decoder layer: x [B, T, D] -> (x [B, T, D], attend's extra)."""
-  attended, extra = attend(*project_qkv(w, config, x, angles))
-  return finish_layer(w, config, x, attended), extra
+  half, extra = attention_half(w, config, x, angles, attend)
+  x = x + total(half, axis)
+  return x + total(mlp_half(w, config, x), axis), extra
 
 
 def prefix_layer(w: Params, x: jax.Array, *, config: TextConfig, angles: Rope,
@@ -162,11 +196,13 @@ def prefix_layer(w: Params, x: jax.Array, *, config: TextConfig, angles: Rope,
     x [B, P, D], or None if `only_kv`; keys [B, K, h, P] and values
     [B, K, P, h]: what a product sums over comes first.
   """
-  q, k, v = project_qkv(w, config, x, angles)
-  kv = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+  def attend(q, k, v):
+    kv = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    return None if only_kv else layers.attend_causally(q, k, v), kv
+
   if only_kv:
-    return None, kv
-  return finish_layer(w, config, x, layers.attend_causally(q, k, v)), kv
+    return attend(*project_qkv(w, config, x, angles))
+  return layer(w, config, x, angles, attend)
 
 
 def hidden_states(params: Params, config: TextConfig, x: jax.Array,
@@ -205,10 +241,17 @@ def hidden_states(params: Params, config: TextConfig, x: jax.Array,
   return layers.rms_norm(x, params["norm"], config.rms_norm_eps)
 
 
-def logits(params: Params, hidden: jax.Array) -> jax.Array:
-  """float32 [..., V] from final hidden states [..., D]."""
+def logits(params: Params, hidden: jax.Array, *,
+           axis: Axis = None) -> jax.Array:
+  """float32 [..., V] from final hidden states [..., D].
+
+  `axis` splits the vocabulary; every device gets all logits.
+  """
   head = params.get("head", params["embed"])
-  return layers.dense_out_in(hidden, head, dtype=jnp.float32)
+  scores = layers.dense_out_in(hidden, head, dtype=jnp.float32)
+  if axis is None:
+    return scores
+  return jax.lax.all_gather(scores, axis, axis=scores.ndim - 1, tiled=True)
 
 
 def token_logprobs(params: Params, hidden: jax.Array, targets: jax.Array,

@@ -62,16 +62,53 @@ class DecodeState:
   cache: list[tuple[jax.Array, jax.Array]]
 
 
-def start(config: ModelConfig, sampling: sampling_lib.SamplingConfig,
-          prompts: PromptInputs, num_generations: int,
-          dtype) -> DecodeState:
+@struct.dataclass
+class DecodeInputs:
+  """What every decode step reads.
+
+  Attributes:
+    prefix_kv: per layer, keys [B, K, h, P] and values [B, K, P, h].
+    prefix_mask: bool [B, P], prefix entries that exist.
+    last_position: int32 [3, B], of the last prompt token.
+    next_position: int32 [B], of the first response token.
+    keys: typed PRNG keys [N].
+  """
+
+  prefix_kv: list[tuple[jax.Array, jax.Array]]
+  prefix_mask: jax.Array
+  last_position: jax.Array
+  next_position: jax.Array
+  keys: jax.Array
+
+
+def decode_inputs(prompts: PromptInputs, prefix_kv,
+                  keys: jax.Array) -> DecodeInputs:
+  """Collects what the steps read, for keys [B, G]."""
+  p = prompts.token_ids.shape[1]
+  last_position = jnp.take_along_axis(
+      prompts.positions, prompts.lengths[None, :, None] - 1, axis=2)
+  return DecodeInputs(
+      prefix_kv=prefix_kv,
+      prefix_mask=jnp.arange(p) < prompts.lengths[:, None] - 1,
+      last_position=last_position[..., 0],
+      next_position=prompts.next_position,
+      keys=keys.reshape(-1))
+
+
+def start(sampling: sampling_lib.SamplingConfig, prompts: PromptInputs,
+          prefix_kv, num_generations: int) -> DecodeState:
   """The state before the first token: every sample holds its last prompt
-  token as next input."""
+  token as next input. Suffix caches are like `prefix_kv` but for size."""
   b, r = prompts.token_ids.shape[0], sampling.max_completion_length
-  g, t = num_generations, config.text
+  g = num_generations
   last = jnp.take_along_axis(
       prompts.token_ids, prompts.lengths[:, None] - 1, axis=1)
-  k, h = t.num_key_value_heads, t.head_dim
+
+  def cache(keys, values):
+    k, h = keys.shape[1:3]
+    return (jnp.zeros((b * g, k, h, r), keys.dtype),
+            jnp.zeros((b * g, k, r, h), values.dtype))
+
   return DecodeState(
       index=jnp.zeros((), jnp.int32),
       last=jnp.broadcast_to(last, (b, g)),
@@ -80,9 +117,7 @@ def start(config: ModelConfig, sampling: sampling_lib.SamplingConfig,
       token_ids=jnp.zeros((b, g, r), jnp.int32),
       logprobs=jnp.zeros((b, g, r), jnp.float32),
       lengths=jnp.zeros((b, g), jnp.int32),
-      cache=[(jnp.zeros((b * g, k, h, r), dtype),
-              jnp.zeros((b * g, k, r, h), dtype))
-             for _ in range(t.num_hidden_layers)],
+      cache=[cache(*kv) for kv in prefix_kv],
   )
 
 
@@ -103,31 +138,24 @@ def decode(params: Params, config: ModelConfig,
   Returns:
     `Completions` with arrays of [B, G, R].
   """
-  text = params["text"]
-  state = start(config, sampling, prompts, keys.shape[1],
-                text["embed"].dtype)
-  p = prompts.token_ids.shape[1]
-  prefix_mask = jnp.arange(p) < prompts.lengths[:, None] - 1  # [B, P]
-  last_position = jnp.take_along_axis(
-      prompts.positions, prompts.lengths[None, :, None] - 1, axis=2)
+  inputs = decode_inputs(prompts, prefix_kv, keys)
+  state = jax.lax.while_loop(
+      lambda state: unfinished(state, sampling),
+      lambda state: decode_step(
+          params["text"], config.text, sampling, inputs, state),
+      start(sampling, prompts, prefix_kv, keys.shape[1]))
+  return completions(state, sampling)
 
-  def more(state):
-    return (state.index < sampling.max_completion_length) & ~jnp.all(
-        state.done)
 
-  def step(state):
-    position = jnp.where(
-        state.index == 0, last_position[..., 0],
-        prompts.next_position + state.index - 1)  # [3, B]
-    scores, cache = decode_step(
-        text, config.text, state, position, prefix_kv, prefix_mask)
-    b, g, v = scores.shape
-    tokens, logprobs = sampling_lib.sample(
-        scores.reshape(b * g, v), keys.reshape(-1), state.index, sampling)
-    return advance(state, sampling, tokens.reshape(b, g),
-                   logprobs.reshape(b, g), cache)
+def unfinished(state: DecodeState,
+               sampling: sampling_lib.SamplingConfig) -> jax.Array:
+  """bool scalar: whether any completion wants another token."""
+  return (state.index < sampling.max_completion_length) & ~jnp.all(state.done)
 
-  state = jax.lax.while_loop(more, step, state)
+
+def completions(state: DecodeState,
+                sampling: sampling_lib.SamplingConfig) -> Completions:
+  """What a loop that has ended produced."""
   eos = jnp.array(sampling.eos_token_ids or (-1,), jnp.int32)
   return Completions(
       token_ids=state.token_ids, logprobs=state.logprobs,
@@ -135,37 +163,65 @@ def decode(params: Params, config: ModelConfig,
       finished=state.done & jnp.isin(state.last, eos))
 
 
-def decode_step(text: Params, config: TextConfig, state: DecodeState,
-                position: jax.Array, prefix_kv, prefix_mask):
-  """One token for every sample.
+def decode_step(text: Params, config: TextConfig,
+                sampling: sampling_lib.SamplingConfig, inputs: DecodeInputs,
+                state: DecodeState, *,
+                axis: decoder.Axis = None) -> DecodeState:
+  """Draws one token for every sample.
 
   Args:
     text: the decoder's parameters.
     config: its configuration.
+    sampling: how to draw.
+    inputs: what all steps read.
     state: the loop's carry.
-    position: int32 [3, B], of the input token.
-    prefix_kv: per layer, keys [B, K, h, P] and values [B, K, P, h].
-    prefix_mask: bool [B, P], prefix entries that exist.
+    axis: mesh axis that splits heads, MLP and vocabulary.
 
   Returns:
-    float32 [B, G, V] logits and the cache with this token's entries.
+    The carry with the token in it.
   """
-  x = decoder.embed(text, state.last)  # [B, G, D]
-  cos, sin = decoder.rope(config, position[..., None])  # [B, 1, h]
-  r = state.token_ids.shape[-1]
-  suffix_mask = jnp.arange(r) <= state.index
+  x, angles = token_rows(text, config, inputs, state, axis)
   cache = []
-  for w, prefix, suffix in zip(text["layers"], prefix_kv, state.cache):
-    attend = functools.partial(
-        _attend_step, prefix=prefix, suffix=suffix, index=state.index,
-        prefix_mask=prefix_mask, suffix_mask=suffix_mask)
-    x, extra = decoder.layer(w, config, x, (cos, sin), attend)
-    cache.append(extra)
+  for i, w in enumerate(text["layers"]):
+    x, suffix = decoder.layer(
+        w, config, x, angles, attend(inputs, state, i), axis=axis)
+    cache.append(suffix)
+  return draw(text, config, sampling, inputs, state, x, cache, axis)
+
+
+def token_rows(text: Params, config: TextConfig, inputs: DecodeInputs,
+               state: DecodeState, axis: decoder.Axis = None):
+  """Embedded inputs [B, G, D] of a step, with angles [B, 1, h]."""
+  position = jnp.where(
+      state.index == 0, inputs.last_position,
+      inputs.next_position + state.index - 1)
+  return (decoder.embed(text, state.last, axis=axis),
+          decoder.rope(config, position[..., None]))
+
+
+def attend(inputs: DecodeInputs, state: DecodeState,
+           layer: int) -> decoder.Attend:
+  """Attention of a step in one layer; its extra is the layer's new cache."""
+  return functools.partial(
+      attend_step, prefix=inputs.prefix_kv[layer], suffix=state.cache[layer],
+      index=state.index, prefix_mask=inputs.prefix_mask)
+
+
+def draw(text: Params, config: TextConfig,
+         sampling: sampling_lib.SamplingConfig, inputs: DecodeInputs,
+         state: DecodeState, x: jax.Array, cache,
+         axis: decoder.Axis = None) -> DecodeState:
+  """Samples from the last layer's output x [B, G, D] and moves on."""
+  b, g, _ = x.shape
   x = layers.rms_norm(x, text["norm"], config.rms_norm_eps)
-  return decoder.logits(text, x), cache
+  scores = decoder.logits(text, x, axis=axis)
+  tokens, logprobs = sampling_lib.sample(
+      scores.reshape(b * g, -1), inputs.keys, state.index, sampling)
+  return advance(state, sampling, tokens.reshape(b, g),
+                 logprobs.reshape(b, g), cache)
 
 
-def _attend_step(q, k, v, *, prefix, suffix, index, prefix_mask, suffix_mask):
+def attend_step(q, k, v, *, prefix, suffix, index, prefix_mask):
   """Attention of one query per sample to shared prefix and own suffix.
 
   q [B, G, H, h] and k, v [B, G, K, h]; returns [B, G, H*h] and the suffix
@@ -184,7 +240,8 @@ def _attend_step(q, k, v, *, prefix, suffix, index, prefix_mask, suffix_mask):
       q.swapaxes(1, 2).reshape(b, num_kv, -1, h), *prefix,
       prefix_mask[:, None, None, :])
   near = layers.attend_part(
-      q.reshape(b * g, num_kv, -1, h), *suffix, suffix_mask)
+      q.reshape(b * g, num_kv, -1, h), *suffix,
+      jnp.arange(suffix[0].shape[-1]) <= index)
   far = [a.reshape(b, num_kv, g, -1, a.shape[-1]).swapaxes(1, 2) for a in far]
   near = [a.reshape(b, g, num_kv, -1, a.shape[-1]) for a in near]
   out = layers.join_parts(far, near).astype(q.dtype)

@@ -1,0 +1,448 @@
+"""Runs a schedule's units, and keeps their artefacts by name and version.
+
+Every artefact carries, on the host, the version of the parameters it depends
+on. Reading one at another version is an error, never a silent stale read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rollplex_jax import programs, schedule
+from rollplex_jax.data import batching
+from rollplex_jax.models.config import ModelConfig
+from rollplex_jax.models.weights import Params
+from rollplex_jax.samples import (
+  Groups,
+  MicroBatch,
+  PromptBatch,
+  micro_batches,
+  own_batch,
+)
+from rollplex_jax.schedule import Facts, ScheduleConfig, Stage, Unit
+from rollplex_jax.stages.objectives import (
+  LossMetrics,
+  Normalizers,
+  ObjectiveConfig,
+)
+from rollplex_jax.stages.prefix import SavePolicy
+from rollplex_jax.stages.rollout import Completions
+from rollplex_jax.stages.sampling import SamplingConfig, sample_keys
+
+
+class StaleArtifactError(RuntimeError):
+  """An artefact was read at parameters other than those it was made with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """Parameters at a version.
+
+  Attributes:
+    params: {"text": ..., "visual": ...}.
+    version: number of updates behind the text decoder.
+    tower_version: number of updates behind the vision tower; does not move
+      while the tower is frozen.
+  """
+
+  params: Params
+  version: int
+  tower_version: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """What does not change during a run.
+
+  Attributes:
+    config: the model's configuration.
+    schedule: the order of stages.
+    sampling: of the rollout.
+    objective: the loss.
+    micro_batch_size: samples per pass; 0 for all.
+    remat: recompute layers in the backward pass.
+    with_entropy: measure entropy.
+    trained: names of the parts of the parameters that learn.
+  """
+
+  config: ModelConfig
+  schedule: ScheduleConfig
+  sampling: SamplingConfig
+  objective: ObjectiveConfig
+  micro_batch_size: int = 0
+  remat: bool = False
+  with_entropy: bool = True
+  trained: tuple[str, ...] = ("text",)
+
+
+class Store:
+  """Artefacts by name, each tagged with the version it depends on."""
+
+  def __init__(self):
+    self._items: dict[str, tuple[Any, Any]] = {}
+
+  def put(self, name: str, value: Any, version: Any) -> None:
+    self._items[name] = (value, version)
+
+  def get(self, name: str, version: Any) -> Any:
+    """The artefact.
+
+    Raises:
+      StaleArtifactError: if it was made at another version.
+      KeyError: if there is none.
+    """
+    value, made = self._items[name]
+    if made != version:
+      raise StaleArtifactError(
+          f"{name} was made at version {made} and is read at {version}")
+    return value
+
+  def drop(self, name: str) -> None:
+    self._items.pop(name, None)
+
+  def names(self) -> list[str]:
+    return sorted(self._items)
+
+
+class Step:
+  """One step: its prompts, its artefacts, and the stages run on them."""
+
+  def __init__(self, settings: Settings, batch: PromptBatch, policy: Model,
+               reference: Model | None, *, num_generations: int, seed: int,
+               step: int, several_updates: bool = False, timeline=None):
+    """Nothing runs yet.
+
+    Args:
+      settings: of the run.
+      batch: the step's prompts.
+      policy: the model that samples.
+      reference: the reference model, or None.
+      num_generations: completions per prompt.
+      seed, step: key the sampling.
+      several_updates: old log-probs will be needed.
+      timeline: records units if given.
+    """
+    self.settings = settings
+    self.batch = batch
+    self.policy = policy
+    self.reference = reference
+    self.store = Store()
+    self._timeline = timeline
+    self._keys = (seed, step, num_generations)
+    self.facts = Facts(
+        has_media=batch.vision is not None,
+        has_reference=reference is not None,
+        trains_tower="visual" in settings.trained,
+        scores_policy=several_updates)
+
+  # -- the three phases ------------------------------------------------------
+
+  def roll_out(self) -> Completions:
+    """Samples, and runs what the schedule puts beside it. On the host."""
+    plan = schedule.rollout_plan(self.settings.schedule, self.facts)
+    keep = {name for unit in plan for name in unit.writes
+            if name.endswith("features") or name == "completions"}
+    if self.settings.schedule.name == schedule.ScheduleName.ROLLPLEX:
+      keep |= {name for unit in plan for name in unit.writes}
+      if self.settings.schedule.prefix_source == schedule.PrefixSource.WINDOW:
+        keep.discard("rollout/kv")
+    self._run(plan, keep)
+    done = jax.device_get(self._get("completions"))
+    self.store.drop("completions")
+    return done
+
+  def score(self, groups: Groups) -> Groups:
+    """Adds log-probs under the reference and, if needed, the policy."""
+    micro = micro_batches(groups, self.settings.micro_batch_size)
+    plan = schedule.scoring_plan(
+        self.settings.schedule, self.facts, [(m.block, m.part) for m in micro])
+    if not plan:
+      return groups
+    out = {}
+    for unit in plan:
+      for name in unit.writes:
+        if name.endswith("_logprobs"):
+          out[name] = np.zeros(groups.token_ids.shape, np.float32)
+    self._run(plan, self.store.names(), micro, out)
+    return dataclasses.replace(groups, **out)
+
+  def gradient(self, groups: Groups, *, first: bool
+               ) -> tuple[Params, LossMetrics, np.ndarray]:
+    """Gradient of a mini-batch of groups at the current policy.
+
+    Args:
+      groups: K groups of G samples.
+      first: nothing was updated since the rollout.
+
+    Returns:
+      float32 gradients of the trained parts, metrics of the whole mini-batch,
+      and float32 [K, G, R] log-probs before the update.
+    """
+    micro = micro_batches(groups, self.settings.micro_batch_size)
+    plan = schedule.update_plan(
+        self.settings.schedule, self.facts, [(m.block, m.part) for m in micro],
+        first=first)
+    self._normalizers = Normalizers(
+        num_tokens=np.float32(groups.lengths.sum()),
+        num_sequences=np.float32(groups.num_samples))
+    self._metrics = None
+    self._grads = programs.zeros(self._trained())
+    self._groups = groups
+    out = {"logprobs": np.zeros(groups.token_ids.shape, np.float32)}
+    self._run(plan, self.store.names(), micro, out)
+    grads, self._grads = self._grads, None
+    return grads, self._metrics, out["logprobs"]
+
+  def update_policy(self, policy: Model) -> None:
+    """Goes on with updated parameters; older artefacts become stale."""
+    self.policy = policy
+
+  # -- running units ---------------------------------------------------------
+
+  def _run(self, plan: Sequence[Unit], keep: Iterable[str],
+           micro: Sequence[MicroBatch] = (), out=None) -> None:
+    schedule.check(plan, self.store.names())
+    drops = schedule.last_reads(plan, keep)
+    where = {(m.block, m.part): m for m in micro}
+    self._out = out
+    for i, unit in enumerate(plan):
+      item = where.get((unit.block, unit.part or 0))
+      run = _STAGES[unit.stage]
+      if self._timeline is None:
+        run(self, unit, item)
+      else:
+        with self._timeline.event(str(unit.stage), str(unit.lane), unit.block):
+          jax.block_until_ready(run(self, unit, item))
+      for name in drops.get(i, ()):
+        self.store.drop(name)
+
+  def _model(self, unit: Unit) -> Model:
+    return self.policy if unit.model == "policy" else self.reference
+
+  def _version(self, name: str) -> Any:
+    """The version at which an artefact has to have been made."""
+    if name.endswith("/features"):
+      model = (self.reference if name.startswith("reference") else self.policy)
+      return ("tower", model.tower_version)
+    if name.startswith("reference/"):
+      return ("reference", self.reference.version)
+    return ("policy", self.policy.version)
+
+  def _get(self, name: str) -> Any:
+    return self.store.get(name, self._version(name))
+
+  def _put(self, name: str, value: Any) -> Any:
+    self.store.put(name, value, self._version(name))
+    return value
+
+  def _features(self, unit: Unit):
+    names = [n for n in unit.reads if n.endswith("/features")]
+    return self._get(names[0]) if names else None
+
+  def _trained(self) -> Params:
+    return {k: self.policy.params[k] for k in self.settings.trained}
+
+  def _frozen(self) -> Params:
+    return {k: v for k, v in self.policy.params.items()
+            if k not in self.settings.trained}
+
+  def _prompts(self, item: MicroBatch | None):
+    inputs = self.batch.inputs
+    return inputs if item is None else batching.take_rows(inputs, item.rows)
+
+  def _prefix_of(self, unit: Unit, item: MicroBatch):
+    """A micro-batch's keys and values, and which rows of them are its own."""
+    (name,) = (n for n in unit.reads if "/kv" in n)
+    own = name.rpartition(".")[2].isdigit()
+    return self._get(name), None if own else item.rows
+
+  # -- stages ----------------------------------------------------------------
+
+  def vision(self, unit: Unit, item):
+    del item
+    return self._put(unit.writes[0], programs.vision(
+        self._model(unit).params, self.settings.config, self.batch.vision))
+
+  def prefix(self, unit: Unit, item):
+    """One block's prefixes, or the whole batch's; saved for backward or not."""
+    save = SavePolicy.NOTHING
+    if any("/saved" in name for name in unit.writes):
+      save = self.settings.schedule.save
+    kv, saved = programs.prefix_forward(
+        self._model(unit).params["text"], self.settings.config,
+        self._prompts(item), self._features(unit), save)
+    for name, value in zip(unit.writes, (kv, _offload(saved, save))):
+      self._put(name, value)
+    return kv
+
+  def decode(self, unit: Unit, item):
+    del item
+    seed, step, num_generations = self._keys
+    keys = sample_keys(seed, step, jnp.asarray(self.batch.inputs.row_ids),
+                       num_generations)
+    return self._put("completions", programs.decode(
+        self.policy.params, self.settings.config, self.settings.sampling,
+        jax.device_put(self.batch.inputs), self._get(unit.reads[0]), keys))
+
+  def score_full(self, unit: Unit, item: MicroBatch):
+    logprobs = programs.score_full(
+        self._model(unit).params, self.settings.config, self._prompts(item),
+        self._features(unit), item.responses, self._temperature)
+    item.place(self._out[unit.writes[0]], logprobs)
+
+  def score_suffix(self, unit: Unit, item: MicroBatch):
+    logprobs = programs.score_suffix(
+        self._model(unit).params, self.settings.config, self._prompts(item),
+        *self._prefix_of(unit, item), item.responses, self._temperature)
+    item.place(self._out[unit.writes[0]], logprobs)
+
+  def gradient_full(self, unit: Unit, item: MicroBatch):
+    s = self.settings
+    prompts, vision = self._prompts(item), None
+    if "visual" in s.trained:
+      own = own_batch(s.config, self.batch, item.rows)
+      prompts, vision = own.inputs, own.vision
+    self._grads, metrics, logprobs = programs.gradient_full(
+        self._trained(), self._frozen(), self._grads, s.config, s.objective,
+        prompts, self._features(unit), vision, item.responses, item.advantages,
+        item.old_logprobs, item.ref_logprobs, self._normalizers,
+        self._temperature, s.remat, s.with_entropy)
+    self._record(item, metrics, logprobs)
+
+  def gradient_suffix(self, unit: Unit, item: MicroBatch):
+    s = self.settings
+    kv, rows = self._prefix_of(unit, item)
+    name = next(n for n in unit.writes if n.startswith("kv_grads"))
+    if item.part == 0:
+      self._put(name, programs.zeros_of_rows(kv, len(item.rows)))
+    text, kv_grads, metrics, logprobs = programs.gradient_suffix(
+        self._trained(), self._frozen(), self._grads["text"], self._get(name),
+        s.config, s.objective, self._prompts(item), kv, rows, item.responses,
+        item.advantages, item.old_logprobs, item.ref_logprobs,
+        self._normalizers, self._temperature, s.remat, s.with_entropy)
+    self._grads["text"] = text
+    self._put(name, kv_grads)
+    self._record(item, metrics, logprobs)
+
+  def prefix_backward(self, unit: Unit, item: MicroBatch):
+    s = self.settings
+    saved_name, grads_name = unit.reads[:2]
+    own = saved_name.rpartition(".")[2].isdigit()
+    save = s.schedule.save
+    saved = _onload(self._get(saved_name), save)
+    feature_grads = None
+    if "feature_grads" in unit.writes:
+      if "feature_grads" not in self.store.names():
+        self._put("feature_grads", programs.zeros(self._features(unit)))
+      feature_grads = self._get("feature_grads")
+    self._grads["text"], feature_grads = programs.prefix_backward(
+        self.policy.params["text"], self._grads["text"], feature_grads,
+        s.config, self._prompts(item), self._features(unit), save, saved,
+        self._get(grads_name), None if own else item.rows)
+    if feature_grads is not None:
+      self._put("feature_grads", feature_grads)
+    return self._grads["text"]
+
+  def vision_backward(self, unit: Unit, item):
+    """The tower's gradient, on the patches of just the mini-batch's prompts."""
+    del item
+    config = self.settings.config
+    rows = self._groups.rows
+    index = self.batch.inputs.feature_index[rows]
+    used = index[index >= 0]
+    own = own_batch(config, self.batch, rows)
+    unit_size = config.vision.spatial_merge_size ** 2
+    size = own.vision.patches.shape[0] // unit_size
+    grads = self._get("feature_grads")[used]
+    grads = jnp.pad(grads, ((0, size - len(used)), (0, 0)))
+    self._grads["visual"] = jax.tree.map(
+        jnp.add, self._grads["visual"], programs.vision_backward(
+            self.policy.params["visual"], config, own.vision, grads))
+    return self._grads["visual"]
+
+  @property
+  def _temperature(self) -> float:
+    return self.settings.sampling.logprob_temperature
+
+  def _record(self, item: MicroBatch, metrics: LossMetrics, logprobs) -> None:
+    self._metrics = (
+        metrics if self._metrics is None else self._metrics.merge(metrics))
+    item.place(self._out["logprobs"], logprobs)
+
+
+_STAGES = {
+    Stage.VISION: Step.vision,
+    Stage.PREFIX: Step.prefix,
+    Stage.DECODE: Step.decode,
+    Stage.SCORE_FULL: Step.score_full,
+    Stage.SCORE: Step.score_suffix,
+    Stage.GRADIENT_FULL: Step.gradient_full,
+    Stage.GRADIENT: Step.gradient_suffix,
+    Stage.PREFIX_BACKWARD: Step.prefix_backward,
+    Stage.VISION_BACKWARD: Step.vision_backward,
+}
+
+
+def features_of(params: Params, config: ModelConfig,
+                batch: PromptBatch) -> jax.Array | None:
+  """Merged vision features of a batch, or None where it has no media."""
+  if batch.vision is None:
+    return None
+  return programs.vision(params, config, batch.vision)
+
+
+def score_groups(params: Params, config: ModelConfig, batch: PromptBatch,
+                 groups: Groups, *, temperature: float,
+                 micro_batch_size: int = 0) -> np.ndarray:
+  """float32 [K, G, R] log-probs over whole sequences, zero past the ends."""
+  features = features_of(params, config, batch)
+  out = np.zeros(groups.token_ids.shape, np.float32)
+  for item in micro_batches(groups, micro_batch_size):
+    item.place(out, programs.score_full(
+        params, config, batching.take_rows(batch.inputs, item.rows), features,
+        item.responses, temperature))
+  return out
+
+
+def supervised_gradient(
+    trained: Params, frozen: Params, config: ModelConfig, batch: PromptBatch,
+    groups: Groups, *, micro_batch_size: int,
+    remat: bool) -> tuple[Params, jax.Array]:
+  """Gradient and value of the mean negative log-prob of response tokens."""
+  num_tokens = np.float32(max(groups.lengths.sum(), 1))
+  grads, loss = programs.zeros(trained), 0.0
+  features = None
+  if "visual" not in trained:
+    features = features_of({**frozen, **trained}, config, batch)
+  for item in micro_batches(groups, micro_batch_size):
+    prompts, vision = batching.take_rows(batch.inputs, item.rows), None
+    if "visual" in trained:
+      own = own_batch(config, batch, item.rows)
+      prompts, vision = own.inputs, own.vision
+    grads, new = programs.gradient_supervised(
+        trained, frozen, grads, config, prompts, features, vision,
+        item.responses, num_tokens, remat)
+    loss += new
+  return grads, loss
+
+
+def _offload(saved, save: SavePolicy):
+  """Moves saved layer inputs to pinned host memory under that policy."""
+  if save != SavePolicy.OFFLOAD:
+    return saved
+  return jax.tree.map(
+      lambda a: jax.device_put(a, a.sharding.with_memory_kind("pinned_host")),
+      saved)
+
+
+def _onload(saved, save: SavePolicy):
+  if save != SavePolicy.OFFLOAD:
+    return saved
+  return jax.tree.map(
+      lambda a: jax.device_put(a, a.sharding.with_memory_kind("device")), saved)
