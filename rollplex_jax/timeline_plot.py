@@ -11,7 +11,8 @@ from typing import Any
 from rollplex_jax.timeline import LANES, Event, Timeline, replace_file, rows
 
 # Colors that the color-blind tell apart (Okabe and Ito's, and shades of them);
-# a backward pass is darker than its forward pass. In the legend's order.
+# backward passes are darker than forward ones, and work on whole sequences is
+# darker than on responses alone. In the legend's order.
 _COLORS = {
     "vision": "#F0E442",
     "vision_backward": "#882255",
@@ -20,9 +21,11 @@ _COLORS = {
     "window": "#A9C4DC",
     "decode": "#0072B2",
     "reward": "#8C8C8C",
-    "score": "#009E73",
+    "score_full": "#009E73",
+    "score": "#66C9AE",
     "response": "#56B4E9",
-    "gradient": "#CC79A7",
+    "gradient_full": "#CC79A7",
+    "gradient": "#E9BFD6",
     "update": "#1F1F1F",
     "transfer": "#6B4F3A",
 }

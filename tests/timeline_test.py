@@ -25,7 +25,7 @@ from rollplex_jax.timeline import (
 from tests.helpers import devices
 
 DEVICES = devices.use_virtual_devices()
-DECODE, SCORE, SHADE = (0, 114, 178), (0, 158, 115), (217, 231, 243)
+DECODE, SCORE, SHADE = (0, 114, 178), (102, 201, 174), (217, 231, 243)
 
 
 def event(start, end, stage="prefix", lane="rollout", **kwargs):
