@@ -34,6 +34,7 @@ from rollplex_jax.stages.objectives import (
 from rollplex_jax.stages.prefix import SavePolicy
 from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.stages.sampling import SamplingConfig, sample_keys
+from rollplex_jax.timeline import Timeline
 
 
 class StaleArtifactError(RuntimeError):
@@ -115,7 +116,8 @@ class Step:
 
   def __init__(self, settings: Settings, batch: PromptBatch, policy: Model,
                reference: Model | None, *, num_generations: int, seed: int,
-               step: int, several_updates: bool = False, timeline=None):
+               step: int, several_updates: bool = False,
+               timeline: Timeline | None = None):
     """Nothing runs yet.
 
     Args:
@@ -133,7 +135,7 @@ class Step:
     self.policy = policy
     self.reference = reference
     self.store = Store()
-    self._timeline = timeline
+    self._timeline = timeline or Timeline("", enabled=False)
     self._keys = (seed, step, num_generations)
     self.facts = Facts(
         has_media=batch.vision is not None,
@@ -213,12 +215,9 @@ class Step:
     self._out = out
     for i, unit in enumerate(plan):
       item = where.get((unit.block, unit.part or 0))
-      run = _STAGES[unit.stage]
-      if self._timeline is None:
-        run(self, unit, item)
-      else:
-        with self._timeline.event(str(unit.stage), str(unit.lane), unit.block):
-          jax.block_until_ready(run(self, unit, item))
+      with self._timeline.event(
+          str(unit.stage), str(unit.lane), unit.block) as wait:
+        wait(_STAGES[unit.stage](self, unit, item))
       for name in drops.get(i, ()):
         self.store.drop(name)
 

@@ -1,115 +1,120 @@
-"""The serial schedule: results do not depend on how samples are cut."""
+"""Plans as data: complete, ordered, printable, and without wasted work."""
+
+import collections
 
 from absl.testing import absltest, parameterized
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from rollplex_jax import schedule
-from rollplex_jax.models import vlm
-from rollplex_jax.stages import full_sequence, objectives
-from rollplex_jax.stages.objectives import ObjectiveConfig
-from tests.helpers import tiny_policy
+from rollplex_jax.errors import InputError
+from rollplex_jax.schedule import Facts, ScheduleConfig, Stage
+
+_MICRO = [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def _samples(rng, num_prompts=4, group=3, width=6):
-  n = num_prompts * group
-  lengths = rng.integers(0, width + 1, n).astype(np.int32)
-  return schedule.Samples(
-      prompt_index=np.repeat(np.arange(num_prompts), group).astype(np.int32),
-      token_ids=rng.integers(2, 50, (n, width)).astype(np.int32),
-      lengths=lengths,
-      advantages=rng.normal(size=n).astype(np.float32),
-      ref_logprobs=rng.normal(-3, 1, (n, width)).astype(np.float32))
+def _plans(config, facts, first=True):
+  return (schedule.rollout_plan(config, facts)
+          + schedule.scoring_plan(config, facts, _MICRO)
+          + schedule.update_plan(config, facts, _MICRO, first=first))
 
 
-class ScheduleTest(parameterized.TestCase):
+def _facts(**kwargs):
+  return Facts(**{**dict(has_media=True, has_reference=True,
+                         trains_tower=False, scores_policy=False), **kwargs})
 
-  @classmethod
-  def setUpClass(cls):
-    super().setUpClass()
-    cls.config = tiny_policy.config()
-    cls.params = tiny_policy.params(cls.config)
-    cls.batch = schedule.make_batch(
-        cls.config, tiny_policy.prompts(cls.config), [10, 11, 12, 13])
-    cls.features = schedule.features_of(cls.params, cls.config, cls.batch)
-    cls.samples = _samples(np.random.default_rng(0))
 
-  def gradient(self, micro_batch_size, trained=("text",), samples=None,
-               objective=None):
-    parts = {k: self.params[k] for k in trained}
-    frozen = {k: v for k, v in self.params.items() if k not in trained}
-    grads, metrics, logprobs = schedule.gradient(
-        parts, frozen, self.config,
-        objective or ObjectiveConfig(loss_type="dapo", beta=0.1), self.batch,
-        self.features, samples or self.samples, temperature=0.9,
-        micro_batch_size=micro_batch_size, remat=False, with_entropy=True)
-    return grads, metrics.finalize(), logprobs
+def _count(plan, stage, model=None):
+  return sum(u.stage == stage and model in (None, u.model) for u in plan)
 
-  def monolithic(self, trained):
-    """One program over everything, written without the schedule."""
-    s = self.samples
-    responses = full_sequence.Responses(
-        jnp.asarray(s.prompt_index), jnp.asarray(s.token_ids),
-        jnp.asarray(s.lengths))
-    inputs = jax.tree.map(jnp.asarray, self.batch.inputs)
 
-    def loss(parts):
-      params = {**self.params, **parts}
-      features = vlm.vision_features(params, self.config, self.batch.vision)
-      logprobs, _ = full_sequence.response_logprobs(
-          params, self.config, inputs, features, responses, temperature=0.9)
-      return objectives.policy_loss(
-          logprobs, responses.mask, jnp.asarray(s.advantages),
-          ObjectiveConfig(loss_type="dapo", beta=0.1),
-          objectives.mini_batch_normalizers(responses.mask),
-          ref_logp=jnp.asarray(s.ref_logprobs))[0]
+class PlanTest(parameterized.TestCase):
 
-    return jax.jit(jax.value_and_grad(loss))(
-        {k: self.params[k] for k in trained})
+  @parameterized.product(
+      config=(ScheduleConfig(), ScheduleConfig(share_prefix=False),
+              ScheduleConfig(name="rollplex"),
+              ScheduleConfig(name="rollplex", prefix_source="window")),
+      media=(True, False), reference=(True, False), tower=(True, False),
+      policy=(True, False), first=(True, False))
+  def test_everything_is_written_before_it_is_read(
+      self, config, media, reference, tower, policy, first):
+    facts = _facts(has_media=media, has_reference=reference,
+                   trains_tower=tower, scores_policy=policy)
+    plan = _plans(config, facts, first)
+    schedule.check(plan)
+    self.assertLen(schedule.describe(plan).splitlines(), len(plan))
+    produced = {name for unit in plan for name in unit.writes}
+    self.assertIn("grads", produced)
+    self.assertEqual("ref_logprobs" in produced, reference)
+    self.assertEqual("old_logprobs" in produced, policy)
+
+  def test_check_names_what_is_missing(self):
+    plan = schedule.update_plan(
+        ScheduleConfig(name="rollplex"), _facts(), _MICRO, first=True)
+    with self.assertRaisesRegex(ValueError, "rollout/kv"):
+      schedule.check(plan, given=["policy/features", "policy/saved"])
+
+  def test_prefixes_of_each_schedule(self):
+    """How often each model's prefixes are computed in a step."""
+    def prefixes(**kwargs):
+      plan = _plans(ScheduleConfig(**kwargs), _facts())
+      return (_count(plan, Stage.PREFIX, "policy"),
+              _count(plan, Stage.PREFIX, "reference"),
+              _count(plan, Stage.WINDOW))
+
+    # The rollout's, then each block's again in training.
+    self.assertEqual(prefixes(), (1 + 2, 2, 0))
+    self.assertEqual(prefixes(share_prefix=False), (1, 0, 0))
+    # Zero extra forward passes: training takes the rollout's.
+    self.assertEqual(prefixes(name="rollplex"), (1, 0, 1))
+
+  def test_no_reference_no_reference_work(self):
+    plan = _plans(ScheduleConfig(name="rollplex"), _facts(has_reference=False))
+    self.assertFalse([u for u in plan if u.model == "reference"])
+    self.assertEqual(_count(plan, Stage.WINDOW), 0)
+    self.assertEqual(_count(plan, Stage.DECODE), 1)
+
+  def test_frozen_tower_runs_once(self):
+    for kwargs in (dict(), dict(share_prefix=False), dict(name="rollplex")):
+      plan = _plans(ScheduleConfig(**kwargs), _facts())
+      self.assertEqual(_count(plan, Stage.VISION), 1)
+      plan = _plans(ScheduleConfig(**kwargs), _facts(trains_tower=True))
+      self.assertEqual(_count(plan, Stage.VISION, "reference"), 1)
+
+  def test_later_updates_do_not_read_window_artifacts(self):
+    plan = schedule.update_plan(
+        ScheduleConfig(name="rollplex"), _facts(), _MICRO, first=False)
+    read = {name for unit in plan for name in unit.reads}
+    self.assertFalse(read & {"rollout/kv", "policy/saved", "policy/kv"})
+
+  def test_lifetimes_end_at_the_last_consumer(self):
+    plan = schedule.update_plan(
+        ScheduleConfig(), _facts(), _MICRO, first=True)
+    drops = schedule.last_reads(plan, keep=["policy/features"])
+    alive, most = set(), collections.Counter()
+    for i, unit in enumerate(plan):
+      alive |= set(unit.writes) | set(unit.reads)
+      for name in alive:
+        most[name.split(".")[0]] = max(
+            most[name.split(".")[0]],
+            sum(other.startswith(name.split(".")[0] + ".") for other in alive))
+      alive -= set(drops.get(i, ()))
+    # Never two blocks' prefixes at once.
+    self.assertEqual(most["policy/kv"], 1)
+    self.assertEqual(most["policy/saved"], 1)
+    self.assertEqual(alive, {"policy/features"})
+
+
+class ConfigTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      (12, ("text",)), (4, ("text",)), (5, ("text",)), (1, ("text",)),
-      (12, ("text", "visual")), (5, ("text", "visual")))
-  def test_gradient_equals_monolithic(self, size, trained):
-    # 5 splits groups, leaves a ragged last pass and cuts between prompts with
-    # one medium, three and none.
-    value, expected = self.monolithic(trained)
-    grads, metrics, _ = self.gradient(size, trained)
-    self.assertAlmostEqual(
-        metrics["actor/loss"], float(value), delta=1e-5 * abs(float(value)))
-    for path, want in jax.tree_util.tree_leaves_with_path(expected):
-      got = grads
-      for key in path:
-        got = got[getattr(key, "key", getattr(key, "idx", None))]
-      scale = np.linalg.norm(want)
-      self.assertLessEqual(
-          np.linalg.norm(got - want), 1e-5 * scale + 1e-7, msg=str(path))
-
-  def test_score_equals_training_logprobs(self):
-    _, _, training = self.gradient(4)
-    for size in (12, 5):
-      scored = schedule.score(
-          self.params, self.config, self.batch, self.features, self.samples,
-          temperature=0.9, micro_batch_size=size)
-      np.testing.assert_allclose(scored, training, atol=1e-5)
-    mask = np.arange(6) < self.samples.lengths[:, None]
-    self.assertTrue((training[~mask] == 0).all())
-
-  def test_first_update_has_ratio_one(self):
-    _, metrics, _ = self.gradient(5)
-    self.assertEqual(metrics["actor/ratio_mean"], 1.0)
-    self.assertEqual(metrics["actor/ratio_max"], 1.0)
-
-  def test_few_programs(self):
-    """Numbers of samples, lengths and groups that vary share programs."""
-    rng = np.random.default_rng(1)
-    before = schedule.gradient_program._cache_size()
-    for rows in ([0, 1, 2], [3, 4, 5, 6, 7, 8], range(9), range(12)):
-      part = self.samples.take(np.array(rows))
-      part.lengths[:] = rng.integers(4, 6, len(part.lengths))
-      self.gradient(3, samples=part)
-    self.assertLessEqual(schedule.gradient_program._cache_size() - before, 2)
+      (dict(name="fast"), "name='fast'.*serial"),
+      (dict(save="all"), "save='all'.*layer_inputs"),
+      (dict(window_chunk=0), "window_chunk=0"),
+      (dict(name="rollplex", share_prefix=False), "rollplex.*share_prefix"),
+      (dict(name="rollplex", prefix_source="window", save="activations"),
+       "window.*activations"))
+  def test_refuses(self, kwargs, message):
+    with self.assertRaisesRegex(InputError, message):
+      ScheduleConfig(**kwargs)
 
 
 if __name__ == "__main__":
