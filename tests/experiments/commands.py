@@ -76,7 +76,8 @@ def _take_flags() -> dict[str, list[flags.Flag]]:
   taken = {
       name: list(found)
       for name, found in flags.FLAGS.flags_by_module_dict().items()
-      if name.startswith("experiments.") and name != common.__name__}
+      if found and name.startswith("experiments.")
+      and name != common.__name__}
   for found in taken.values():
     for flag in found:
       delattr(flags.FLAGS, flag.name)

@@ -1,0 +1,32 @@
+"""Measured comparisons: `python -m experiments.bench --suite=decode`.
+
+Every suite runs both sides of its comparison in turn, in one process, and
+prints a table.
+"""
+
+from __future__ import annotations
+
+from absl import flags
+import jax
+
+from experiments import bench_decode, common
+
+_SUITES = {"decode": bench_decode.run}
+
+_SUITE = flags.DEFINE_enum(
+    "suite", None, sorted(_SUITES), "What to compare: decode = tokens per "
+    "second against `generate` of transformers.")
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 5, "Measurements of each side.", lower_bound=1)
+
+
+def main():
+  """Runs the command."""
+  suite = common.required(_SUITE)
+  # A program read from disk would be reported as compiled in no time.
+  jax.config.update("jax_enable_compilation_cache", False)
+  return _SUITES[suite](rounds=_ROUNDS.value)
+
+
+if __name__ == "__main__":
+  common.run(main)

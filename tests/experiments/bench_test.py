@@ -1,0 +1,57 @@
+"""The bench's suites in miniature: they run, and return what they promise."""
+
+import importlib.util
+import json
+
+from absl.testing import absltest
+import numpy as np
+import pytest
+
+from experiments import bench_decode
+from rollplex_jax.models.config import TextConfig
+
+_TINY = TextConfig(
+    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+
+
+class BenchDecodeTest(absltest.TestCase):
+
+  @pytest.mark.torch
+  @absltest.skipUnless(importlib.util.find_spec("torch"), "needs torch")
+  def test_result(self):
+    result = bench_decode.run(
+        rounds=1, sizes={"tiny": _TINY},
+        workload=bench_decode.Workload(
+            batch=3, prompt_length=6, new_tokens=5))
+    json.dumps(result)
+    self.assertEqual(list(result["ratios"]), ["tiny"])
+    self.assertGreater(result["ratios"]["tiny"], 0)
+    found = result["sizes"]["tiny"]
+    self.assertCountEqual(
+        found["tokens_per_second"], ["ours", "dynamic", "static"])
+    self.assertGreater(min(found["tokens_per_second"].values()), 0)
+    self.assertIn(found["torch_cache"], ("dynamic", "static"))
+    self.assertGreater(found["compile_seconds"], 0)
+    self.assertGreaterEqual(result["machine"]["cores"], 1)
+
+  def test_sizes_are_what_they_are_called(self):
+    for name, millions in (("20M", 18.9), ("100M", 100.7)):
+      config = bench_decode.SIZES[name]
+      d, f, v = (
+          config.hidden_size, config.intermediate_size, config.vocab_size)
+      kv = config.num_key_value_heads * config.head_dim
+      layer = 2 * d * d + 2 * d * kv + 3 * d * f
+      total = v * d + config.num_hidden_layers * layer
+      self.assertAlmostEqual(total / 1e6, millions, delta=0.1)
+
+  def test_tokens_must_agree_but_for_near_ties(self):
+    ours = np.array([[1, 2, 3], [4, 5, 6]])
+    theirs = np.array([[1, 2, 3], [4, 7, 8]])
+    bench_decode._check_tokens(ours, theirs, lambda *_: 1e-5, "here")
+    with self.assertRaisesRegex(ValueError, "row 1 differs at token 1: 5 and 7"):
+      bench_decode._check_tokens(ours, theirs, lambda *_: 0.1, "here")
+
+
+if __name__ == "__main__":
+  absltest.main()
