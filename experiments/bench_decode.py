@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import common
-from rollplex_jax import schedule
+from rollplex_jax import programs
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import hf, vlm
 from rollplex_jax.models.config import ModelConfig, TextConfig
@@ -146,15 +146,16 @@ def _our_side(config: ModelConfig, params, token_ids: np.ndarray,
       max_completion_length=workload.new_tokens, temperature=0.0)
   keys = sample_keys(0, 0, prompts.row_ids, 1)
   start = time.perf_counter()
-  lowered = schedule.prefix_program.lower(params, config, prompts, None)
+  text = params["text"]
+  lowered = programs.prefix_forward.lower(text, config, prompts, None)
   prefix = lowered.compile()
-  decode = schedule.decode_program.lower(
-      params, config, sampling, prompts, lowered.out_info, keys).compile()
+  decode = programs.decode.lower(
+      params, config, sampling, prompts, lowered.out_info[0], keys).compile()
   compile_seconds = time.perf_counter() - start
 
   def generate():
     inputs = jax.device_put(prompts)
-    done = decode(params, inputs, prefix(params, inputs, None), keys)
+    done = decode(params, inputs, prefix(text, inputs, None)[0], keys)
     return np.asarray(done.token_ids)[:, 0]
 
   return generate, compile_seconds

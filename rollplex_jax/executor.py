@@ -26,6 +26,7 @@ from rollplex_jax.samples import (
   own_batch,
 )
 from rollplex_jax.schedule import Facts, ScheduleConfig, Stage, Unit
+from rollplex_jax.stages import window as window_lib
 from rollplex_jax.stages.objectives import (
   LossMetrics,
   Normalizers,
@@ -282,12 +283,77 @@ class Step:
 
   def decode(self, unit: Unit, item):
     del item
-    seed, step, num_generations = self._keys
-    keys = sample_keys(seed, step, jnp.asarray(self.batch.inputs.row_ids),
-                       num_generations)
     return self._put("completions", programs.decode(
         self.policy.params, self.settings.config, self.settings.sampling,
-        jax.device_put(self.batch.inputs), self._get(unit.reads[0]), keys))
+        jax.device_put(self.batch.inputs), self._get(unit.reads[0]),
+        self._sample_keys()))
+
+  def window(self, unit: Unit, item):
+    """Decoding with prefix work beside it; see `stages/window.py`."""
+    del item
+    s = self.settings
+    wants = lambda model: f"{model}/kv" in unit.writes
+    text = self.policy.params["text"]
+    reference = self.reference.params["text"] if wants("reference") else None
+    b, p = self.batch.inputs.token_ids.shape
+    artifacts = window_lib.allocate(
+        s.config.text, b, p, text["embed"].dtype, policy=wants("policy"),
+        layer_inputs=s.schedule.save != SavePolicy.NOTHING,
+        reference=wants("reference"))
+    features = {name: self._get(name) for name in unit.reads
+                if name.endswith("/features")}
+    own = features.get("policy/features")
+    theirs = features.get("reference/features", own)
+    unit_shape = window_lib.UnitShape(chunk=s.schedule.window_chunk)
+    start = self._timeline.now()
+    done, artifacts, turns = programs.decode_window(
+        text, reference, s.config, s.sampling,
+        window_lib.WindowConfig(unit=unit_shape),
+        jax.device_put(self.batch.inputs), self._get("rollout/kv"), own,
+        theirs, self._sample_keys(), artifacts)
+    self._put("completions", done)
+    if artifacts.reference is not None:
+      self._put("reference/kv", artifacts.reference.kv)
+    if artifacts.policy is not None:
+      self._put("policy/kv", artifacts.policy.kv)
+      self._put("policy/saved", _offload(
+          artifacts.policy.layer_inputs, s.schedule.save))
+    self._trace_window(start, done, turns)
+    return done
+
+  def _trace_window(self, start: float, done: Completions, turns) -> None:
+    """Where inside the window decoding and units ran, from loop counts.
+
+    The loops are one program, whose inside the host can't see: its time is
+    divided by turns.
+    """
+    if not self._timeline.enabled:
+      return
+    turns = jax.device_get(jax.block_until_ready((done, turns))[1])
+    end = self._timeline.now()
+    parts = [  # In the order in which the loops run.
+        ("policy", turns.with_policy, True),
+        ("reference", turns.with_reference, True),
+        ("policy", turns.policy, False), ("reference", turns.reference, False),
+        (None, turns.decode, True)]
+    total = max(sum(int(n) for _, n, _ in parts), 1)
+    lanes = {"policy": str(schedule.Lane.TRAINING),
+             "reference": str(schedule.Lane.REFERENCE)}
+    at = start
+    for model, count, decodes in parts:
+      after = at + (end - start) * int(count) / total
+      if count and model:
+        self._timeline.add("prefix", lanes[model], None, at, after,
+                           estimated=True)
+      if count and decodes:
+        self._timeline.add("decode", str(schedule.Lane.ROLLOUT), None, at,
+                           after, estimated=True)
+      at = after
+
+  def _sample_keys(self) -> jax.Array:
+    seed, step, num_generations = self._keys
+    return sample_keys(seed, step, jnp.asarray(self.batch.inputs.row_ids),
+                       num_generations)
 
   def score_full(self, unit: Unit, item: MicroBatch):
     logprobs = programs.score_full(
@@ -379,6 +445,7 @@ _STAGES = {
     Stage.VISION: Step.vision,
     Stage.PREFIX: Step.prefix,
     Stage.DECODE: Step.decode,
+    Stage.WINDOW: Step.window,
     Stage.SCORE_FULL: Step.score_full,
     Stage.SCORE: Step.score_suffix,
     Stage.GRADIENT_FULL: Step.gradient_full,

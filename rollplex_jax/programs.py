@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from rollplex_jax.models import vlm
 from rollplex_jax.stages import full_sequence, objectives, prefix, response
 from rollplex_jax.stages import rollout as rollout_lib
+from rollplex_jax.stages import window as window_lib
 from rollplex_jax.stages.full_sequence import Responses
 from rollplex_jax.stages.prefix import SavePolicy
 from rollplex_jax.stages.response import GroupResponses
@@ -58,6 +59,17 @@ def prefix_backward(text, grads, feature_grads, config, prompts, features,
 def decode(params, config, sampling, prompts, kv, keys):
   """`rollout.decode`, compiled."""
   return rollout_lib.decode(params, config, sampling, prompts, kv, keys)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "sampling", "window"),
+    donate_argnames="artifacts")
+def decode_window(policy, reference, config, sampling, window, prompts, kv,
+                  features, reference_features, keys, artifacts):
+  """`window.run_window`, compiled, into donated buffers."""
+  return window_lib.run_window(
+      policy, reference, config, sampling, window, prompts, kv, features,
+      reference_features, keys, artifacts)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature"))
