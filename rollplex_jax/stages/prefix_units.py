@@ -144,15 +144,20 @@ def chunk_rows(text: Params, config: TextConfig, prompts: PromptInputs,
   return x, decoder.rope(config, jax.vmap(cut)(prompts.positions))
 
 
-def attend(buffers: Buffers, place: Place, shape: UnitShape,
-           layer: int) -> decoder.Attend:
-  """Attention of a unit in one layer; its extra is the layer's new buffers."""
+def attend(buffers: Buffers, place: Place, shape: UnitShape, layer: int, *,
+           write: bool = True) -> decoder.Attend:
+  """Attention of a unit in one layer.
+
+  Its extra is the layer's new buffers or, unless `write`, what `write_chunk`
+  takes: where a call can't write a buffer that it was given, its caller can.
+  """
   return functools.partial(
       attend_chunk, kv=buffers.kv[layer], place=place,
-      key_extents=shape.key_extents)
+      key_extents=shape.key_extents, write=write)
 
 
-def attend_chunk(q, k, v, *, kv, place: Place, key_extents: int):
+def attend_chunk(q, k, v, *, kv, place: Place, key_extents: int,
+                 write: bool = True):
   """Causal attention of a chunk to itself and the chunks before it.
 
   Args:
@@ -162,21 +167,30 @@ def attend_chunk(q, k, v, *, kv, place: Place, key_extents: int):
     kv: keys [B, K, h, P] and values [B, K, P, h] of all prompts.
     place: of the chunk in those.
     key_extents: how many lengths of keys to compile.
+    write: put k and v into `kv` first.
 
   Returns:
-    [rows, chunk, H*h] and `kv` with the chunk's keys and values.
+    [rows, chunk, H*h], and `kv` with the chunk's keys and values; or unless
+    `write` those as `chunk_kv` gives them.
   """
   rows, chunk, num_heads, h = q.shape
   num_kv, length = k.shape[2], kv[0].shape[-1]
   groups = num_heads // num_kv
-  kv = write_chunk(kv, k, v, place)
+  new = chunk_kv(k, v)
+  if write:
+    kv = extra = write_chunk(kv, new, place)
+  else:
+    extra = new
   q = (q * h ** -0.5).reshape(rows, chunk, num_kv, groups, h)
   q = q.transpose(0, 2, 3, 1, 4).reshape(rows, num_kv, groups * chunk, h)
 
-  def attend_to(extent, q, keys, values, place):
+  def attend_to(extent, q, kv, new, place):
     at = (place.row, 0, 0, 0)
-    keys = jax.lax.dynamic_slice(keys, at, (rows, num_kv, h, extent))
-    values = jax.lax.dynamic_slice(values, at, (rows, num_kv, extent, h))
+    keys = jax.lax.dynamic_slice(kv[0], at, (rows, num_kv, h, extent))
+    values = jax.lax.dynamic_slice(kv[1], at, (rows, num_kv, extent, h))
+    if not write:
+      keys, values = write_chunk(
+          (keys, values), new, place.replace(row=jnp.zeros_like(place.row)))
     last = place.offset + jnp.arange(chunk)
     mask = jnp.tile(jnp.arange(extent) <= last[:, None], (groups, 1))
     part = layers.attend_part(q, keys, values, mask)
@@ -186,19 +200,23 @@ def attend_chunk(q, k, v, *, kv, place: Place, key_extents: int):
   branches = [functools.partial(attend_to, extent) for extent in extents]
   end = place.offset + chunk
   shorter = jnp.sum(jnp.asarray(extents[:-1], jnp.int32) < end)
-  out = jax.lax.switch(shorter, branches, q, *kv, place)
+  out = jax.lax.switch(shorter, branches, q, kv, new, place)
   out = out.reshape(rows, num_kv, groups, chunk, h).transpose(0, 3, 1, 2, 4)
-  return out.reshape(rows, chunk, num_heads * h), kv
+  return out.reshape(rows, chunk, num_heads * h), extra
 
 
-def write_chunk(kv, k: jax.Array, v: jax.Array, place: Place):
-  """`kv` with a chunk's k and v [rows, chunk, K, h] at its place."""
+def chunk_kv(k: jax.Array, v: jax.Array):
+  """k, v [rows, chunk, K, h] as kept: [rows, K, h, chunk], [rows, K, chunk, h].
+  """
+  return k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+
+
+def write_chunk(kv, new, place: Place):
+  """`kv` with a chunk's keys and values, from `chunk_kv`, at its place."""
   row, offset = place.row, place.offset
   return (
-      jax.lax.dynamic_update_slice(
-          kv[0], k.transpose(0, 2, 3, 1), (row, 0, 0, offset)),
-      jax.lax.dynamic_update_slice(
-          kv[1], v.transpose(0, 2, 1, 3), (row, 0, offset, 0)))
+      jax.lax.dynamic_update_slice(kv[0], new[0], (row, 0, 0, offset)),
+      jax.lax.dynamic_update_slice(kv[1], new[1], (row, 0, offset, 0)))
 
 
 def _extents(length: int, chunk: int, count: int) -> list[int]:
@@ -255,7 +273,7 @@ def run_unit(text: Params, config: TextConfig, prompts: PromptInputs,
     inputs.append(save_inputs(buffers, i, x, place, axis))
     if i + 1 == len(text["layers"]):
       _, k, v = decoder.project_qkv(w, config, x, angles)
-      written = write_chunk(buffers.kv[i], k, v, place)
+      written = write_chunk(buffers.kv[i], chunk_kv(k, v), place)
     else:
       x, written = decoder.layer(
           w, config, x, angles, attend(buffers, place, shape, i), axis=axis)

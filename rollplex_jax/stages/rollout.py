@@ -199,12 +199,16 @@ def token_rows(text: Params, config: TextConfig, inputs: DecodeInputs,
           decoder.rope(config, position[..., None]))
 
 
-def attend(inputs: DecodeInputs, state: DecodeState,
-           layer: int) -> decoder.Attend:
-  """Attention of a step in one layer; its extra is the layer's new cache."""
+def attend(inputs: DecodeInputs, state: DecodeState, layer: int, *,
+           write: bool = True) -> decoder.Attend:
+  """Attention of a step in one layer.
+
+  Its extra is the layer's new cache or, unless `write`, what `write_entry`
+  takes: where a call can't write a buffer that it was given, its caller can.
+  """
   return functools.partial(
       attend_step, prefix=inputs.prefix_kv[layer], suffix=state.cache[layer],
-      index=state.index, prefix_mask=inputs.prefix_mask)
+      index=state.index, prefix_mask=inputs.prefix_mask, write=write)
 
 
 def draw(text: Params, config: TextConfig,
@@ -221,31 +225,59 @@ def draw(text: Params, config: TextConfig,
                  logprobs.reshape(b, g), cache)
 
 
-def attend_step(q, k, v, *, prefix, suffix, index, prefix_mask):
+def attend_step(q, k, v, *, prefix, suffix, index, prefix_mask, write=True):
   """Attention of one query per sample to shared prefix and own suffix.
 
-  q [B, G, H, h] and k, v [B, G, K, h]; returns [B, G, H*h] and the suffix
-  cache with k and v written at `index`.
+  Args:
+    q: [B, G, H, h].
+    k: [B, G, K, h], and v alike.
+    v: the values.
+    prefix: keys [B, K, h, P] and values [B, K, P, h] of the prompts.
+    suffix: keys [N, K, h, R] and values [N, K, R, h].
+    index: int32 scalar, how many entries the suffix has.
+    prefix_mask: bool [B, P].
+    write: put k and v into the suffix first.
+
+  Returns:
+    [B, G, H*h], and the suffix with k and v at `index`; or unless `write` that
+    entry, [N, K, h, 1] and [N, K, 1, h].
   """
   b, g, num_heads, h = q.shape
   num_kv = k.shape[2]
-  suffix = (
-      jax.lax.dynamic_update_slice(
-          suffix[0], k.reshape(b * g, num_kv, h, 1), (0, 0, 0, index)),
-      jax.lax.dynamic_update_slice(
-          suffix[1], v.reshape(b * g, num_kv, 1, h), (0, 0, index, 0)))
+  entry = k.reshape(b * g, num_kv, h, 1), v.reshape(b * g, num_kv, 1, h)
   q = (q * h ** -0.5).reshape(b, g, num_kv, num_heads // num_kv, h)
+  places = jnp.arange(suffix[0].shape[-1])
+  if write:
+    suffix = extra = write_entry(suffix, entry, index)
+    own, suffix_mask = (), places <= index
+  else:
+    extra = entry
+    own, suffix_mask = (_attend_one(q, k, v),), places < index
   # A group's queries are rows of one product with their prompt's prefix.
   far = layers.attend_part(
       q.swapaxes(1, 2).reshape(b, num_kv, -1, h), *prefix,
       prefix_mask[:, None, None, :])
   near = layers.attend_part(
-      q.reshape(b * g, num_kv, -1, h), *suffix,
-      jnp.arange(suffix[0].shape[-1]) <= index)
+      q.reshape(b * g, num_kv, -1, h), *suffix, suffix_mask)
   far = [a.reshape(b, num_kv, g, -1, a.shape[-1]).swapaxes(1, 2) for a in far]
   near = [a.reshape(b, g, num_kv, -1, a.shape[-1]) for a in near]
-  out = layers.join_parts(far, near).astype(q.dtype)
-  return out.reshape(b, g, num_heads * h), suffix
+  out = layers.join_parts(far, near, *own).astype(q.dtype)
+  return out.reshape(b, g, num_heads * h), extra
+
+
+def _attend_one(q, k, v):
+  """`layers.attend_part` for one key: q [..., q, h], k and v [..., h]."""
+  score = jnp.einsum("...qh,...h->...q", q, k,
+                     preferred_element_type=jnp.float32)[..., None]
+  values = v[..., None, :].astype(jnp.float32)
+  return score, jnp.ones_like(score), values
+
+
+def write_entry(suffix, entry, index: jax.Array):
+  """A suffix cache with an entry of every sample at `index`."""
+  return (
+      jax.lax.dynamic_update_slice(suffix[0], entry[0], (0, 0, 0, index)),
+      jax.lax.dynamic_update_slice(suffix[1], entry[1], (0, 0, index, 0)))
 
 
 def advance(state: DecodeState, sampling: sampling_lib.SamplingConfig,

@@ -49,11 +49,11 @@ class WindowConfig:
 
   Attributes:
     unit: the size of a unit.
-    streams: annotate reference units for a second GPU stream.
+    streams: let reference units run on a GPU's second stream.
   """
 
   unit: UnitShape
-  streams: bool = True
+  streams: bool = False
 
 
 @struct.dataclass
@@ -236,8 +236,9 @@ def _run_joined(w_all: Params, config: TextConfig, inputs: DecodeInputs,
     def attend(q, k, v, i=i, attend_decode=attend_decode):
       out, suffix = attend_decode(of_decode(q), of_decode(k), of_decode(v))
       if i == last:
+        new = prefix_units.chunk_kv(of_chunk(k), of_chunk(v))
         return rows(out), (suffix, prefix_units.write_chunk(
-            buffers.kv[i], of_chunk(k), of_chunk(v), place))
+            buffers.kv[i], new, place))
       far, written = prefix_units.attend(buffers, place, shape, i)(
           of_chunk(q), of_chunk(k), of_chunk(v))
       return (jnp.concatenate([rows(out), rows(far)], axis=1),
@@ -272,29 +273,29 @@ def _run_apart(w_decode: Params, w_unit: Params, config: TextConfig,
 
     def decode_attention(w, x, angles, inputs, state, i=i):
       return decoder.attention_half(
-          w, config, x, angles, rollout.attend(inputs, state, i))
+          w, config, x, angles, rollout.attend(inputs, state, i, write=False))
 
     def unit_attention(w, y, angles, buffers, place, i=i):
       if i == last:
         _, k, v = decoder.project_qkv(w, config, y, angles)
-        return prefix_units.write_chunk(buffers.kv[i], k, v, place)
+        return None, prefix_units.chunk_kv(k, v)
       return decoder.attention_half(
-          w, config, y, angles, prefix_units.attend(buffers, place, shape, i))
+          w, config, y, angles,
+          prefix_units.attend(buffers, place, shape, i, write=False))
 
     def mlp(w, x):
       return decoder.mlp_half(w, config, x)
 
-    (half, suffix), unit_out = _pair(
+    (half, entry), (unit_half, new) = _pair(
         streams, (decode_attention, w, x, angles, inputs, state),
         (unit_attention, w_ref, y, angles_unit, buffers, place))
-    cache.append(suffix)
+    # A call does not write what it was given, for then XLA copies it first.
+    cache.append(rollout.write_entry(state.cache[i], entry, state.index))
+    kv.append(prefix_units.write_chunk(buffers.kv[i], new, place))
     if i == last:
-      kv.append(unit_out)
       x = x + decoder.total(half, axis)
       x = x + decoder.total(mlp(w, x), axis)
       break
-    unit_half, written = unit_out
-    kv.append(written)
     half, unit_half = _sum_together(half, unit_half, axis)
     x, y = x + half, y + unit_half
     half, unit_half = _sum_together(

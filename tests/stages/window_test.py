@@ -56,7 +56,7 @@ class WindowTest(parameterized.TestCase):
         self.config.text, _B, self.length, np.float32, policy=policy,
         layer_inputs=layer_inputs, reference=reference)
 
-  def run_window(self, sampling, buffers, *, group=3, streams=True,
+  def run_window(self, sampling, buffers, *, group=3, streams=False,
                  prompts=None, reference=None, **unit):
     return _window(
         self.policy["text"], reference or self.reference["text"], self.config,
@@ -96,12 +96,11 @@ class WindowTest(parameterized.TestCase):
     return _decode(self.policy, self.config, sampling, self.prompts, self.kv,
                    self.keys(group))
 
-  @parameterized.product(
-      group=(1, 3), shape=((1, 4), (4, 2), (5, 3), (7, 1), (99, 9)))
-  def test_equals_sequence(self, group, shape):
+  @parameterized.parameters(
+      (1, 1, 4), (1, 7, 1), (3, 4, 2), (3, 5, 3), (3, 99, 9))
+  def test_equals_sequence(self, group, chunk, rows):
     # Chunks that divide the padded length and don't, one token and the whole;
     # micro-batches that divide the batch and don't.
-    chunk, rows = shape
     sampling = self.sampling()
     done, artifacts, turns = self.run_window(
         sampling, self.buffers(), group=group, chunk=chunk, rows=rows)
@@ -120,7 +119,7 @@ class WindowTest(parameterized.TestCase):
 
   def test_shapes_cover_both_cases(self):
     self.assertEqual(self.length % 4, 0)
-    self.assertNotEqual(self.length % 5, 0)
+    self.assertGreater(self.length % 5, 0)
     # Some prompt is so much shorter than the rest that it has fewer units.
     self.assertLess(self.num_units(1, 1), _B * self.length)
 
@@ -247,7 +246,7 @@ class WindowTest(parameterized.TestCase):
 
   @parameterized.parameters(True, False)
   def test_tensor_parallel(self, streams):
-    mesh = jax.make_mesh((2,), ("tp",), devices=_DEVICES[:2])
+    mesh = jax.sharding.Mesh(np.array(_DEVICES[:2]), ("tp",))
     sampling = self.sampling()
     run = jax.jit(window.shard_window(
         mesh, "tp", self.config, sampling, WindowConfig(
