@@ -9,13 +9,14 @@ from __future__ import annotations
 from absl import flags
 import jax
 
-from experiments import bench_decode, common
+from experiments import bench_decode, bench_schedule, common
 
-_SUITES = {"decode": bench_decode.run}
+_SUITES = {"decode": bench_decode.run, "schedule": bench_schedule.run}
 
 _SUITE = flags.DEFINE_enum(
     "suite", None, sorted(_SUITES), "What to compare: decode = tokens per "
-    "second against `generate` of transformers.")
+    "second against `generate` of transformers; schedule = step time of the "
+    "schedules.")
 _ROUNDS = flags.DEFINE_integer(
     "rounds", 5, "Measurements of each side.", lower_bound=1)
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import os
 import pathlib
-import platform
 import statistics
 import tempfile
 import time
@@ -83,7 +81,7 @@ def run(rounds: int = 5, sizes: Mapping[str, TextConfig] = SIZES,
         "--suite=decode compares on the CPU, found JAX on "
         f"{jax.default_backend()}: set JAX_PLATFORMS=cpu")
   versions = _torch_versions()
-  machine = _machine() | versions
+  machine = common.machine() | versions
   results = {name: _compare(name, config, workload, rounds)
              for name, config in sizes.items()}
   result = {
@@ -169,7 +167,7 @@ def _their_side(folder: pathlib.Path, token_ids: np.ndarray,
   import transformers
 
   transformers.utils.logging.disable_progress_bar()
-  torch.set_num_threads(_cores())
+  torch.set_num_threads(common.cores())
   model = transformers.AutoModelForCausalLM.from_pretrained(
       folder, dtype=torch.float32, attn_implementation="sdpa").eval()
   prompts = torch.from_numpy(token_ids.astype(np.int64))
@@ -218,23 +216,6 @@ def _torch_versions() -> dict[str, str]:
         f"requirements-test.txt on Python 3.11 ({error})") from error
   return {"torch": torch.__version__,
           "transformers": transformers.__version__}
-
-
-def _cores() -> int:
-  return len(os.sched_getaffinity(0))
-
-
-def _machine() -> dict[str, Any]:
-  """Where the numbers come from."""
-  model = platform.processor()
-  info = pathlib.Path("/proc/cpuinfo")
-  if info.exists():
-    for line in info.read_text().splitlines():
-      if line.startswith("model name"):
-        model = line.split(":", 1)[1].strip()
-        break
-  return {"cpu": model, "cores": _cores(), "load": os.getloadavg()[0],
-          "system": platform.platform(), "jax": jax.__version__}
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import platform
 import re
 import sys
 from typing import Any
@@ -156,3 +157,21 @@ def whole_file(path: str):
     work.replace(target)
   finally:
     work.unlink(missing_ok=True)
+
+
+def cores() -> int:
+  """Cores that this process may use."""
+  return len(os.sched_getaffinity(0))
+
+
+def machine() -> dict[str, Any]:
+  """Where measured numbers come from."""
+  model = platform.processor()
+  info = pathlib.Path("/proc/cpuinfo")
+  if info.exists():
+    for line in info.read_text().splitlines():
+      if line.startswith("model name"):
+        model = line.split(":", 1)[1].strip()
+        break
+  return {"cpu": model, "cores": cores(), "load": os.getloadavg()[0],
+          "system": platform.platform(), "jax": jax.__version__}
