@@ -15,6 +15,7 @@ import functools
 
 from flax import struct
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 import jax.numpy as jnp
 import numpy as np
 
@@ -177,38 +178,42 @@ def attend_chunk(q, k, v, *, kv, place: Place, key_extents: int,
   num_kv, length = k.shape[2], kv[0].shape[-1]
   groups = num_heads // num_kv
   new = chunk_kv(k, v)
-  if write:
-    kv = extra = write_chunk(kv, new, place)
-  else:
-    extra = new
   q = (q * h ** -0.5).reshape(rows, chunk, num_kv, groups, h)
   q = q.transpose(0, 2, 3, 1, 4).reshape(rows, num_kv, groups * chunk, h)
+  if write:
+    kv = extra = write_chunk(kv, new, place)
+    own, seen = (), place.offset + 1 + jnp.arange(chunk)
+  else:
+    extra = new
+    causal = jnp.tile(layers.causal_mask(chunk), (groups, 1))
+    own, seen = (layers.attend_part(q, *new, causal),), place.offset[None]
 
-  def attend_to(extent, q, kv, new, place):
-    at = (place.row, 0, 0, 0)
+  def attend_to(extent, q, kv, row, seen):
+    at = (row, 0, 0, 0)
     keys = jax.lax.dynamic_slice(kv[0], at, (rows, num_kv, h, extent))
     values = jax.lax.dynamic_slice(kv[1], at, (rows, num_kv, extent, h))
-    if not write:
-      keys, values = write_chunk(
-          (keys, values), new, place.replace(row=jnp.zeros_like(place.row)))
-    last = place.offset + jnp.arange(chunk)
-    mask = jnp.tile(jnp.arange(extent) <= last[:, None], (groups, 1))
-    part = layers.attend_part(q, keys, values, mask)
-    return layers.join_parts(part).astype(q.dtype)
+    mask = jnp.arange(extent) < seen[:, None]  # [chunk or 1, extent]
+    mask = jnp.broadcast_to(mask, (chunk, extent))
+    return layers.attend_part(q, keys, values, jnp.tile(mask, (groups, 1)))
 
   extents = _extents(length, chunk, key_extents)
   branches = [functools.partial(attend_to, extent) for extent in extents]
-  end = place.offset + chunk
-  shorter = jnp.sum(jnp.asarray(extents[:-1], jnp.int32) < end)
-  out = jax.lax.switch(shorter, branches, q, kv, new, place)
+  shorter = jnp.sum(jnp.asarray(extents[:-1], jnp.int32) < seen[-1])
+  part = jax.lax.switch(shorter, branches, q, kv, place.row, seen)
+  out = layers.join_parts(part, *own).astype(q.dtype)
   out = out.reshape(rows, num_kv, groups, chunk, h).transpose(0, 3, 1, 2, 4)
   return out.reshape(rows, chunk, num_heads * h), extra
 
 
 def chunk_kv(k: jax.Array, v: jax.Array):
   """k, v [rows, chunk, K, h] as kept: [rows, K, h, chunk], [rows, K, chunk, h].
+
+  Laid out like the buffers that they go into: left to choose, XLA keeps them
+  as they were made and turns whole buffers over to fit.
   """
-  return k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+  straight = Layout(major_to_minor=(0, 1, 2, 3))
+  return (with_layout_constraint(k.transpose(0, 2, 3, 1), straight),
+          with_layout_constraint(v.transpose(0, 2, 1, 3), straight))
 
 
 def write_chunk(kv, new, place: Place):
