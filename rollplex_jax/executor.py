@@ -215,7 +215,7 @@ class Step:
     where = {(m.block, m.part): m for m in micro}
     self._out = out
     for i, unit in enumerate(plan):
-      item = where.get((unit.block, unit.part or 0))
+      item = where.get((unit.block, unit.part or 0))  # None for whole batches.
       with self._timeline.event(
           str(unit.stage), str(unit.lane), unit.block) as wait:
         wait(_STAGES[unit.stage](self, unit, item))
@@ -376,29 +376,31 @@ class Step:
     self._grads, metrics, logprobs = programs.gradient_full(
         self._trained(), self._frozen(), self._grads, s.config, s.objective,
         prompts, self._features(unit), vision, item.responses, item.advantages,
-        item.old_logprobs, item.ref_logprobs, self._normalizers,
-        self._temperature, s.remat, s.with_entropy)
+        item.old_logprobs, item.ref_logprobs, self._normalizers, self._temperature, s.remat, s.with_entropy)
     self._record(item, metrics, logprobs)
 
   def gradient_suffix(self, unit: Unit, item: MicroBatch):
     s = self.settings
     kv, rows = self._prefix_of(unit, item)
     name = next(n for n in unit.writes if n.startswith("kv_grads"))
-    if item.part == 0:
-      self._put(name, programs.zeros_of_rows(kv, len(item.rows)))
+    whole = name == "kv_grads"  # Of all prompts, not of a block.
+    if name not in self.store.names():
+      self._put(name, programs.zeros_of_rows(
+          kv, len(self.batch.inputs.lengths) if whole else len(item.rows)))
     text, kv_grads, metrics, logprobs = programs.gradient_suffix(
         self._trained(), self._frozen(), self._grads["text"], self._get(name),
-        s.config, s.objective, self._prompts(item), kv, rows, item.responses,
-        item.advantages, item.old_logprobs, item.ref_logprobs,
-        self._normalizers, self._temperature, s.remat, s.with_entropy)
+        item.rows if whole else None, s.config, s.objective,
+        self._prompts(item), kv, rows, item.responses, item.advantages,
+        item.old_logprobs, item.ref_logprobs, self._normalizers, self._temperature, s.remat, s.with_entropy)
     self._grads["text"] = text
     self._put(name, kv_grads)
     self._record(item, metrics, logprobs)
 
-  def prefix_backward(self, unit: Unit, item: MicroBatch):
+  def prefix_backward(self, unit: Unit, item: MicroBatch | None):
     s = self.settings
     saved_name, grads_name = unit.reads[:2]
-    own = saved_name.rpartition(".")[2].isdigit()
+    # Rows are picked where a block reads what was saved for all prompts.
+    picks = unit.block is not None and "." not in saved_name
     save = s.schedule.save
     saved = _onload(self._get(saved_name), save)
     feature_grads = None
@@ -409,7 +411,7 @@ class Step:
     self._grads["text"], feature_grads = programs.prefix_backward(
         self.policy.params["text"], self._grads["text"], feature_grads,
         s.config, self._prompts(item), self._features(unit), save, saved,
-        self._get(grads_name), None if own else item.rows)
+        self._get(grads_name), item.rows if picks else None)
     if feature_grads is not None:
       self._put("feature_grads", feature_grads)
     return self._grads["text"]

@@ -131,10 +131,13 @@ def gradient_full(
     static_argnames=("config", "objective", "temperature", "remat",
                      "with_entropy"))
 def gradient_suffix(
-    trained, frozen, grads, kv_grads, config, objective, prompts, kv, rows,
-    responses, advantages, old_logprobs, ref_logprobs, normalizers,
+    trained, frozen, grads, kv_grads, grad_rows, config, objective, prompts, kv,
+    rows, responses, advantages, old_logprobs, ref_logprobs, normalizers,
     temperature, remat, with_entropy):
   """Adds one micro-batch's gradient of suffix and of prefix keys and values.
+
+  `rows` picks the micro-batch's prompts in `kv`, `grad_rows` in `kv_grads`;
+  None where it holds just those.
 
   Returns:
     (gradients of the text decoder, gradients of keys and values, LossMetrics,
@@ -145,8 +148,13 @@ def gradient_suffix(
   (_, (metrics, logprobs)), new, new_kv = response.loss_and_grad(
       trained, frozen, config, prompts, _rows(kv, rows), responses, loss_fn,
       temperature=temperature, remat=remat, with_entropy=with_entropy)
-  add = functools.partial(jax.tree.map, jnp.add)
-  return add(grads, new), add(kv_grads, new_kv), metrics, logprobs
+  grads = jax.tree.map(jnp.add, grads, new)
+  if grad_rows is None:
+    kv_grads = jax.tree.map(jnp.add, kv_grads, new_kv)
+  else:
+    kv_grads = jax.tree.map(
+        lambda a, g: a.at[grad_rows].add(g), kv_grads, new_kv)
+  return grads, kv_grads, metrics, logprobs
 
 
 @functools.partial(

@@ -233,22 +233,30 @@ def update_plan(config: ScheduleConfig, facts: Facts,
   if facts.trains_tower and not first:
     plan += _vision("policy", facts, Lane.TRAINING)
   ready = first and config.name == ScheduleName.ROLLPLEX
+  # What a derivative reads can't be cut by prompts: saved for all of them, it
+  # is read for all of them at once.
+  whole = ready and config.save == SavePolicy.ACTIVATIONS
+  tower = ("feature_grads",) if facts.trains_tower and facts.has_media else ()
   last_part = dict(micro)
   for block, part in micro:
     kv, saved = f"policy/kv.{block}", f"policy/saved.{block}"
+    kv_grads = "kv_grads" if whole else f"kv_grads.{block}"
     if ready:
       kv, saved = _first_kv(config, "policy"), "policy/saved"
     elif part == 0:
       plan.append(Unit(stage=Stage.PREFIX, block=block, reads=features,
                        writes=(kv, saved), **train))
     plan.append(Unit(stage=Stage.GRADIENT, block=block, part=part, reads=(kv,),
-                     writes=("grads", f"kv_grads.{block}"), **train))
-    if part == last_part[block]:
-      tower = ("feature_grads",) if facts.trains_tower and facts.has_media else ()
+                     writes=("grads", kv_grads), **train))
+    if part == last_part[block] and not whole:
       plan.append(Unit(
           stage=Stage.PREFIX_BACKWARD, block=block,
-          reads=(saved, f"kv_grads.{block}", *features),
+          reads=(saved, kv_grads, *features),
           writes=("grads", *tower), **train))
+  if whole:
+    plan.append(Unit(
+        stage=Stage.PREFIX_BACKWARD, reads=("policy/saved", kv_grads, *features),
+        writes=("grads", *tower), **train))
   if facts.trains_tower and facts.has_media:
     plan.append(Unit(stage=Stage.VISION_BACKWARD, reads=("feature_grads",),
                      writes=("grads",), **train))
