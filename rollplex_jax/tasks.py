@@ -62,26 +62,28 @@ class RowsTask:
       raise InputError(
           "data.reward is not set: expected module:function or file.py:function")
 
-    def check(row, where):
-      if (needs_response and "response" not in row
-          and "response_token_ids" not in row):
+    if config.eval_rows and self._reward is None:
+      raise InputError(f"data.eval_rows={config.eval_rows}: expected "
+                       "data.reward to score their completions, which is not "
+                       "set")
+
+    def check_response(row, where):
+      if "response" not in row and "response_token_ids" not in row:
         raise RowError(where, "response", "expected a response, found none")
       processor.check(row, where)
 
-    self.may_skip = False
-    self.report = []
-    select = lambda path: select_rows(
+    select = lambda path, check: select_rows(
         RowFile(path), check, config.skip_bad_rows, progress)
-    self.train_rows = select(config.rows)
-    self.report += self.train_rows.report()
+    self.may_skip = False
+    self.train_rows = select(
+        config.rows, check_response if needs_response else processor.check)
+    self.report = self.train_rows.report()
     self.eval_rows = None
     if config.eval_rows:
-      self.eval_rows = select(config.eval_rows)
+      self.eval_rows = select(config.eval_rows, processor.check)
       self.report += self.eval_rows.report()
 
   def score(self, completions, rows, row_indices):
-    if self._reward is None:
-      return [{"overall": 0.0} for _ in completions]
     return score_completions(
         self._reward, completions, rows, row_indices=row_indices)
 
