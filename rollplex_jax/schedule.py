@@ -256,6 +256,8 @@ def _prompts_of(micro: _MicroBatch, config: ModelConfig, batch: PromptBatch,
   """
   if "visual" not in trained:
     return batching.take_rows(batch.inputs, micro.used), None
+  if np.array_equal(micro.used, np.arange(len(batch.inputs.lengths))):
+    return batch.inputs, batch.vision
   prompts = [batch.prompts[i] for i in micro.used]
   inputs = batching.stack_prompts(
       prompts, batch.inputs.row_ids[micro.used],
