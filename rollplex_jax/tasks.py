@@ -7,6 +7,7 @@ evaluation) and scores completions. The trainer knows nothing else of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
 import threading
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ from rollplex_jax.data.rewards import load_reward, score_completions
 from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.data.rows import RowFile, select_rows
 from rollplex_jax.errors import InputError
+
+_CACHED_DEMONSTRATIONS = 1 << 16
 
 
 class Task(Protocol):
@@ -108,8 +111,12 @@ class EpisodeRows(Sequence):
     self._make_task = make_task
     self._local = threading.local()
     self._split, self._count, self._first = split, count, first
-    self._demonstrations, self._noise = demonstrations, noise
+    self._demonstrations = demonstrations
     self._blind = blind
+    # Demonstrations are asked for again in every epoch, and a teacher thinks
+    # longer than a world takes to draw. Those without a plan count too.
+    self._demonstration = functools.lru_cache(_CACHED_DEMONSTRATIONS)(
+        lambda seed: self._task().demonstration(seed, noise=noise))
     split.seed(first + count - 1)  # Refuses what would run out of seeds.
 
   def __len__(self) -> int:
@@ -121,17 +128,21 @@ class EpisodeRows(Sequence):
   def __getitem__(self, index: int) -> dict[str, Any]:
     if not 0 <= index < self._count:
       raise IndexError(index)
-    if not hasattr(self._local, "task"):
-      self._local.task = self._make_task()
-    task, seed = self._local.task, self._split.seed(self._first + index)
-    row = task.row(seed, blind=self._blind)
+    seed = self._split.seed(self._first + index)
+    row = self._task().row(seed, blind=self._blind)
     if self._demonstrations:
-      response = task.demonstration(seed, noise=self._noise)
+      response = self._demonstration(seed)
       if response is None:
         raise RowError(self.where(index), "no demonstration",
                        "the teacher has no plan that is short enough")
       row["response"] = response
     return row
+
+  def _task(self) -> PlanTask:
+    """This thread's own task."""
+    if not hasattr(self._local, "task"):
+      self._local.task = self._make_task()
+    return self._local.task
 
 
 class EpisodesTask:
