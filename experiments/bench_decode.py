@@ -82,6 +82,11 @@ def run(rounds: int = 5, sizes: Mapping[str, TextConfig] = SIZES,
         f"{jax.default_backend()}: set JAX_PLATFORMS=cpu")
   versions = _torch_versions()
   machine = common.machine() | versions
+  if machine["load"] > 0.5 * machine["cores"]:
+    # Threads of OpenMP that spin for one another lose most, so the ratio would
+    # flatter us.
+    print(f"warning: the machine is busy (load {machine['load']:.1f} on "
+          f"{machine['cores']} cores); OMP_WAIT_POLICY=PASSIVE is then fairer")
   results = {name: _compare(name, config, workload, rounds)
              for name, config in sizes.items()}
   result = {

@@ -391,7 +391,8 @@ class Step:
         self._trained(), self._frozen(), self._grads["text"], self._get(name),
         item.rows if whole else None, s.config, s.objective,
         self._prompts(item), kv, rows, item.responses, item.advantages,
-        item.old_logprobs, item.ref_logprobs, self._normalizers, self._temperature, s.remat, s.with_entropy)
+        item.old_logprobs, item.ref_logprobs, self._normalizers,
+        self._temperature, s.remat, s.with_entropy)
     self._grads["text"] = text
     self._put(name, kv_grads)
     self._record(item, metrics, logprobs)

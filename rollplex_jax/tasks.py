@@ -7,6 +7,7 @@ evaluation) and scores completions. The trainer knows nothing else of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
 import threading
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ from rollplex_jax.data.rewards import load_reward, score_completions
 from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.data.rows import RowFile, select_rows
 from rollplex_jax.errors import InputError
+
+_CACHED_DEMONSTRATIONS = 1 << 16
 
 
 class Task(Protocol):
@@ -62,26 +65,28 @@ class RowsTask:
       raise InputError(
           "data.reward is not set: expected module:function or file.py:function")
 
-    def check(row, where):
-      if (needs_response and "response" not in row
-          and "response_token_ids" not in row):
+    if config.eval_rows and self._reward is None:
+      raise InputError(f"data.eval_rows={config.eval_rows}: expected "
+                       "data.reward to score their completions, which is not "
+                       "set")
+
+    def check_response(row, where):
+      if "response" not in row and "response_token_ids" not in row:
         raise RowError(where, "response", "expected a response, found none")
       processor.check(row, where)
 
-    self.may_skip = False
-    self.report = []
-    select = lambda path: select_rows(
+    select = lambda path, check: select_rows(
         RowFile(path), check, config.skip_bad_rows, progress)
-    self.train_rows = select(config.rows)
-    self.report += self.train_rows.report()
+    self.may_skip = False
+    self.train_rows = select(
+        config.rows, check_response if needs_response else processor.check)
+    self.report = self.train_rows.report()
     self.eval_rows = None
     if config.eval_rows:
-      self.eval_rows = select(config.eval_rows)
+      self.eval_rows = select(config.eval_rows, processor.check)
       self.report += self.eval_rows.report()
 
   def score(self, completions, rows, row_indices):
-    if self._reward is None:
-      return [{"overall": 0.0} for _ in completions]
     return score_completions(
         self._reward, completions, rows, row_indices=row_indices)
 
@@ -106,8 +111,12 @@ class EpisodeRows(Sequence):
     self._make_task = make_task
     self._local = threading.local()
     self._split, self._count, self._first = split, count, first
-    self._demonstrations, self._noise = demonstrations, noise
+    self._demonstrations = demonstrations
     self._blind = blind
+    # Demonstrations are asked for again in every epoch, and a teacher thinks
+    # longer than a world takes to draw. Those without a plan count too.
+    self._demonstration = functools.lru_cache(_CACHED_DEMONSTRATIONS)(
+        lambda seed: self._task().demonstration(seed, noise=noise))
     split.seed(first + count - 1)  # Refuses what would run out of seeds.
 
   def __len__(self) -> int:
@@ -119,17 +128,21 @@ class EpisodeRows(Sequence):
   def __getitem__(self, index: int) -> dict[str, Any]:
     if not 0 <= index < self._count:
       raise IndexError(index)
-    if not hasattr(self._local, "task"):
-      self._local.task = self._make_task()
-    task, seed = self._local.task, self._split.seed(self._first + index)
-    row = task.row(seed, blind=self._blind)
+    seed = self._split.seed(self._first + index)
+    row = self._task().row(seed, blind=self._blind)
     if self._demonstrations:
-      response = task.demonstration(seed, noise=self._noise)
+      response = self._demonstration(seed)
       if response is None:
         raise RowError(self.where(index), "no demonstration",
                        "the teacher has no plan that is short enough")
       row["response"] = response
     return row
+
+  def _task(self) -> PlanTask:
+    """This thread's own task."""
+    if not hasattr(self._local, "task"):
+      self._local.task = self._make_task()
+    return self._local.task
 
 
 class EpisodesTask:

@@ -8,6 +8,7 @@ programs as index arrays, so programs depend on bucket sizes only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import functools
 
 from flax import struct
 import jax
@@ -109,8 +110,11 @@ def plan_vision(patches: np.ndarray, grids: Sequence[Sequence[int]],
       frame_index=frame_index, frame_slot=frame_slot)
 
 
+@functools.lru_cache(maxsize=256)
 def _frame(h: int, w: int, m: int):
   """Coordinates of a frame's patches in order, and patches by merged unit.
+
+  Frames of one size are alike, so the arrays are kept; they are read only.
 
   Patches come merged block after merged block: [h/m, w/m, m, m].
   """

@@ -13,6 +13,7 @@ import pathlib
 import sys
 import types
 from unittest import mock
+import warnings
 
 from absl import flags
 from absl.testing import flagsaver
@@ -43,8 +44,12 @@ def run(command: str, *args: str) -> Result:
   out, err = io.StringIO(), io.StringIO()
   status = 0
   with (_module(command) as module, flagsaver.flagsaver(),
-        mock.patch.object(sys, "argv", argv),
+        mock.patch.object(sys, "argv", argv), warnings.catch_warnings(),
         contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
+    # How ml_collections reads a configuration file: by a method of old, and
+    # into the module that an earlier file has left.
+    sys.modules.pop("config_config", None)
+    warnings.filterwarnings("ignore", r"the load_module\(\) method is")
     try:
       common.run(module.main)
     except SystemExit as end:
