@@ -376,7 +376,8 @@ class Step:
     self._grads, metrics, logprobs = programs.gradient_full(
         self._trained(), self._frozen(), self._grads, s.config, s.objective,
         prompts, self._features(unit), vision, item.responses, item.advantages,
-        item.old_logprobs, item.ref_logprobs, self._normalizers, self._temperature, s.remat, s.with_entropy)
+        item.old_logprobs, item.ref_logprobs, self._normalizers,
+        self._temperature, s.remat, s.with_entropy)
     self._record(item, metrics, logprobs)
 
   def gradient_suffix(self, unit: Unit, item: MicroBatch):
