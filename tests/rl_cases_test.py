@@ -17,16 +17,20 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from rollplex_jax import inference, schedule
+from rollplex_jax import executor, inference, programs
 from rollplex_jax.config import RolloutConfig, TrainConfig
 from rollplex_jax.data import processor as processor_lib
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.data.rows import RowFile, RowList, select_rows
 from rollplex_jax.errors import InputError
+from rollplex_jax.executor import Model, Settings, Step
 from rollplex_jax.models import decoder, hf, vlm
+from rollplex_jax.samples import Groups, make_batch
+from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.stages import full_sequence, update
 from rollplex_jax.stages.objectives import ObjectiveConfig
+from rollplex_jax.stages.response import GroupResponses
 from rollplex_jax.stages.sampling import SamplingConfig
 from tests.helpers import devices, tiny_checkpoint
 
@@ -70,46 +74,50 @@ class RLCasesTest(parameterized.TestCase):
         {"prompt": message(_image(2), "and", _image(3), _image(4), "?")},
         {"prompt": message(_video(2.0, 5), "Where does the ball go?")}])
     cls.prompts = [cls.processor.prompt(row) for row in cls.rows]
-    cls.batch = schedule.make_batch(cls.config, cls.prompts, [0, 1, 2])
-    cls.features = schedule.features_of(cls.params, cls.config, cls.batch)
+    cls.batch = make_batch(cls.config, cls.prompts, [0, 1, 2])
+    cls.features = executor.features_of(cls.params, cls.config, cls.batch)
 
-  def roll_out(self, *, batch=None, params=None, num_generations=2, **sampling):
-    """The completions of a batch, on the host."""
-    batch, params = batch or self.batch, params or self.params
+  def step(self, *, batch=None, params=None, num_generations=2,
+           trained=("text",), size=0, share=True, temperature=1.0,
+           objective=None, **sampling):
+    """A step under the serial schedule; nothing has run yet."""
     sampling = SamplingConfig(**{
         "max_completion_length": _R, "eos_token_ids": tiny_checkpoint.EOS,
-        "banned_token_ids": self.config.vision_token_ids, **sampling})
-    return jax.device_get(schedule.roll_out(
-        params, self.config, sampling, batch,
-        schedule.features_of(params, self.config, batch),
-        num_generations=num_generations, seed=0, step=0))
+        "banned_token_ids": self.config.vision_token_ids,
+        "temperature": temperature, **sampling})
+    settings = Settings(
+        config=self.config, schedule=ScheduleConfig(share_prefix=share),
+        sampling=sampling, objective=objective or ObjectiveConfig(),
+        micro_batch_size=size, with_entropy=False, trained=trained)
+    return Step(settings, batch or self.batch, Model(params or self.params, 0),
+                None, num_generations=num_generations, seed=0, step=0)
+
+  def roll_out(self, **kwargs):
+    """The completions of a batch, on the host."""
+    return self.step(**kwargs).roll_out()
 
   def samples(self, completions, **kwargs):
-    """Completions as the samples of a mini-batch, with advantages of +-1."""
-    b, g, r = completions.token_ids.shape
-    return schedule.Samples(**{
-        "prompt_index": np.repeat(np.arange(b, dtype=np.int32), g),
-        "token_ids": completions.token_ids.reshape(-1, r),
-        "lengths": completions.lengths.reshape(-1),
-        "advantages": np.tile(np.array([1, -1], np.float32), b * g // 2),
+    """Completions as the groups of a mini-batch, with advantages of +-1."""
+    b, g, _ = completions.token_ids.shape
+    return Groups(**{
+        "rows": np.arange(b, dtype=np.int32),
+        "token_ids": completions.token_ids, "lengths": completions.lengths,
+        "advantages": np.tile(np.array([1, -1], np.float32), (b, g // 2)),
         **kwargs})
 
   def score(self, samples, *, batch=None, temperature=1.0, size=6):
-    batch = batch or self.batch
-    return schedule.score(
-        self.params, self.config, batch,
-        schedule.features_of(self.params, self.config, batch), samples,
+    return executor.score_groups(
+        self.params, self.config, batch or self.batch, samples,
         temperature=temperature, micro_batch_size=size)
 
   def gradient(self, samples, *, size=6, freeze=True, temperature=1.0,
-               **objective):
-    trained, frozen = dict(self.params), {}
-    if freeze:
-      frozen["visual"] = trained.pop("visual")
-    return schedule.gradient(
-        trained, frozen, self.config, ObjectiveConfig(**objective), self.batch,
-        self.features if freeze else None, samples, temperature=temperature,
-        micro_batch_size=size, remat=False, with_entropy=False)
+               share=True, **objective):
+    work = self.step(
+        trained=("text",) if freeze else ("text", "visual"), size=size,
+        share=share, temperature=temperature,
+        objective=ObjectiveConfig(**objective))
+    work.roll_out()
+    return work.gradient(samples, first=True)
 
   def score_rows(self, rows, params=None):
     """Log-probs of each row's response, by `inference.score`."""
@@ -170,7 +178,7 @@ class RLCasesTest(parameterized.TestCase):
                   f"{_START}{'<|image_pad|>' * n}{_END}"}
     once, expanded = (self.processor.prompt(write(n)) for n in (1, 4))
     self.assertLen(expanded.token_ids, len(once.token_ids))
-    batches = [schedule.make_batch(self.config, [p], [0])
+    batches = [make_batch(self.config, [p], [0])
                for p in (once, expanded)]
     jax.tree.map(np.testing.assert_array_equal, *[
         (b.inputs, b.vision) for b in batches])
@@ -188,38 +196,39 @@ class RLCasesTest(parameterized.TestCase):
     first, second = self.score_rows([write(1), write(4)])
     np.testing.assert_array_equal(first, second)
 
-  @parameterized.parameters(True, False)
-  def test_case_4_pictures_stay_with_their_rows(self, freeze):
-    # Rows of one and of three pictures in micro-batches. See also
-    # schedule_test.py.
+  @parameterized.product(freeze=(True, False), share=(True, False))
+  def test_case_4_pictures_stay_with_their_rows(self, freeze, share):
+    # Rows of one picture, of three and of a video in micro-batches. See also
+    # executor_test.py.
     samples = self.samples(self.roll_out())
-    whole, _, logprobs = self.gradient(samples, freeze=freeze)
-    # The first micro-batch holds both, the second the video alone.
-    order = np.array([0, 2, 3, 1, 4, 5])
-    grads, _, found = self.gradient(
-        samples.take(order), size=4, freeze=freeze)
-    np.testing.assert_allclose(found, logprobs[order], atol=1e-5)
-    for (path, g), d in zip(
-        jax.tree.leaves_with_path(whole), jax.tree.leaves(grads)):
-      self.assertLess(np.linalg.norm(d - g), 1e-5 * np.linalg.norm(g),
-                      jax.tree_util.keystr(path))
+    whole, _, logprobs = self.gradient(samples, freeze=freeze, share=False)
+    # In another order: the first micro-batch holds three pictures and one.
+    order = np.array([1, 0, 2])
+    for size in (4, 2):
+      grads, _, found = self.gradient(
+          samples.take(order), size=size, freeze=freeze, share=share)
+      np.testing.assert_allclose(found, logprobs[order], atol=1e-5)
+      for (path, g), d in zip(
+          jax.tree.leaves_with_path(whole), jax.tree.leaves(grads)):
+        self.assertLess(np.linalg.norm(d - g), 1e-5 * np.linalg.norm(g),
+                        jax.tree_util.keystr(path))
 
   def test_case_6_positions_have_one_layout(self):
     # See also models/positions_test.py.
     inputs = self.batch.inputs
     self.assertEqual(inputs.positions.shape, (3, *inputs.token_ids.shape))
-    samples = self.samples(self.roll_out())
-    responses = full_sequence.Responses(
-        samples.prompt_index, samples.token_ids, samples.lengths)
+    responses = self.samples(self.roll_out())
+    responses = GroupResponses(responses.token_ids, responses.lengths)
     for rows in (2, 4):
       bad = inputs.replace(
           positions=np.zeros((rows, *inputs.token_ids.shape), np.int32))
       with self.assertRaisesRegex(
           ValueError, rf"positions must be \[3, B, T\].*found \({rows}, "):
-        schedule.prefix_program(self.params, self.config, bad, self.features)
+        programs.prefix_forward(
+            self.params["text"], self.config, bad, self.features)
       with self.assertRaises(ValueError):
-        schedule.score_program(self.params, self.config, bad, self.features,
-                               responses, 1.0)
+        programs.score_full(self.params, self.config, bad, self.features,
+                            responses, 1.0)
 
   def test_case_7_the_rate_decides_positions_everywhere(self):
     slow, fast = (self.processor.prompt({"prompt": tiny_checkpoint.message(
@@ -227,26 +236,27 @@ class RLCasesTest(parameterized.TestCase):
     np.testing.assert_array_equal(slow.patches, fast.patches)
     np.testing.assert_array_equal(slow.token_ids, fast.token_ids)
     self.assertGreater(np.abs(slow.positions[0] - fast.positions[0]).max(), 0)
-    batch = schedule.make_batch(self.config, [slow, fast, fast], [0, 1, 2])
+    batch = make_batch(self.config, [slow, fast, fast], [0, 1, 2])
     out = self.roll_out(batch=batch)
     samples = self.samples(out)
     # Rollout and training see the same positions: their log-probs agree.
     logprobs = self.score(samples, batch=batch)
-    np.testing.assert_allclose(
-        logprobs, out.logprobs.reshape(logprobs.shape), atol=1e-4)
+    np.testing.assert_allclose(logprobs, out.logprobs, atol=1e-4)
     # The rate matters: swapped, the log-probs are others.
     swapped = dataclasses.replace(
-        samples, prompt_index=np.array([1, 1, 0, 0, 0, 0], np.int32))
+        samples, rows=np.array([1, 0, 0], np.int32))
     self.assertGreater(
         np.abs(self.score(swapped, batch=batch) - logprobs).max(), 1e-3)
 
   def test_case_8_decoding_equals_a_full_forward(self):
     # See also stages/rollout_test.py.
     out = self.roll_out(temperature=0.0)
-    responses = self.samples(out)
+    b, g, _ = out.token_ids.shape
+    responses = full_sequence.Responses(
+        np.repeat(np.arange(b, dtype=np.int32), g),
+        out.token_ids.reshape(-1, _R), out.lengths.reshape(-1))
     token_ids, positions, index = full_sequence.join(
-        self.batch.inputs, full_sequence.Responses(
-            responses.prompt_index, responses.token_ids, responses.lengths))
+        self.batch.inputs, responses)
     hidden = vlm.forward(
         self.params, self.config, token_ids, positions, self.features, index)
     logits = np.array(decoder.logits(self.params["text"], hidden))
@@ -295,8 +305,7 @@ class RLCasesTest(parameterized.TestCase):
   def test_case_11_temperature_is_on_both_sides(self):
     # Through the whole loop: trainer_test.py.
     out = self.roll_out(temperature=0.6)
-    samples = self.samples(out)
-    recorded = out.logprobs.reshape(-1, _R)
+    samples, recorded = self.samples(out), out.logprobs
     ratio = np.exp(self.score(samples, temperature=0.6) - recorded)
     np.testing.assert_allclose(ratio, 1.0, atol=1e-4)
     # Left out on one side, the ratio is far from one.
