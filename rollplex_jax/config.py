@@ -19,7 +19,7 @@ import ml_collections
 from ml_collections import config_dict
 
 from rollplex_jax.errors import InputError
-from rollplex_jax.schedule import ScheduleConfig
+from rollplex_jax.schedule import ScheduleConfig, ScheduleName
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
 
@@ -186,7 +186,7 @@ class TrainConfig:
   optimizer: OptimizerConfig = dataclasses.field(
       default_factory=OptimizerConfig)
   schedule: ScheduleConfig = dataclasses.field(
-      default_factory=ScheduleConfig)
+      default_factory=lambda: ScheduleConfig(name=ScheduleName.ROLLPLEX))
   train_batch_size: int = 8
   gen_batch_size: int = 0
   mini_batch_size: int = 0

@@ -13,6 +13,7 @@ from rollplex_jax.config import Algorithm, PolicyConfig, RolloutConfig, TrainCon
 from rollplex_jax.data.rows import RowList
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import hf
+from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
 from rollplex_jax.trainer import Trainer
@@ -110,6 +111,26 @@ class TrainerTest(parameterized.TestCase):
       self.assertLess(v["training/rollout_logprobs_diff_max"], 1e-4)
       self.assertEqual(v["actor/ratio_mean"], 1.0)
     self.assertEqual("visual" in trainer.state.params, not freeze)
+
+  @parameterized.parameters(
+      dict(share_prefix=False), dict(), dict(name="rollplex"),
+      dict(name="rollplex", save="activations"),
+      dict(name="rollplex", prefix_source="window", window_chunk=7))
+  def test_schedules_change_nothing(self, **schedule):
+    """Losses, KL and gradient norms of 3 steps under every schedule."""
+    kwargs = dict(
+        objective=ObjectiveConfig(loss_type="dapo", beta=0.05), num_iterations=2,
+        mini_batch_size=2, optimizer=OptimizerConfig(learning_rate=1e-3))
+    _, expected = self.run_steps(_config(
+        self.path, schedule=ScheduleConfig(share_prefix=False), **kwargs), 3)
+    _, got = self.run_steps(_config(
+        self.path, schedule=ScheduleConfig(**schedule), micro_batch_size=4,
+        **kwargs), 3)
+    for a, b in zip(expected, got):
+      for name in ("actor/loss", "actor/kl_loss", "actor/grad_norm",
+                   "critic/score/mean", "response_length/mean"):
+        np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-5,
+                                   err_msg=name)
 
   def test_reference_stays_where_it_was(self):
     config = _config(
