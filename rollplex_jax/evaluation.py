@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import time
 
-import numpy as np
-
 from rollplex_jax import inference
 from rollplex_jax import metrics as metrics_lib
 from rollplex_jax.data.processor import Processor
@@ -31,23 +29,23 @@ class Evaluation:
   seconds: float
 
   def mean(self, name: str = "overall") -> float:
-    """Mean of one of the scores."""
-    return float(np.mean([s[name] for s in self.scores]))
+    """Mean of one of the scores, over the rows that have it."""
+    return metrics_lib.mean_scores(self.scores)[name]
 
   @property
   def success(self) -> tuple[float, float, float] | None:
     """Success rate with its 95 % interval, where scores tell of success."""
-    if "success" not in self.scores[0]:
+    outcomes = [s["success"] for s in self.scores if "success" in s]
+    if not outcomes or not set(outcomes) <= {0.0, 1.0}:
       return None
-    wins = round(sum(s["success"] for s in self.scores))
-    low, high = metrics_lib.wilson_interval(wins, len(self.scores))
-    return wins / len(self.scores), low, high
+    wins, trials = int(sum(outcomes)), len(outcomes)
+    return wins / trials, *metrics_lib.wilson_interval(wins, trials)
 
   def metrics(self) -> dict[str, float]:
     """Flat metrics under val/."""
-    out = {f"val/{name}": self.mean(name) for name in self.scores[0]
-           if name != "overall"}
-    out["val/reward"] = self.mean()
+    means = metrics_lib.mean_scores(self.scores)
+    out = {"val/reward": means.pop("overall")}
+    out |= {f"val/{name}": value for name, value in means.items()}
     if self.success is not None:
       _, out["val/success_low"], out["val/success_high"] = self.success
     return out | {"val/rows": len(self.scores), "timing_s/val": self.seconds}

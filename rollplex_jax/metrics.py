@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import contextlib
 import json
 import math
@@ -112,6 +112,18 @@ def spread(name: str, values) -> dict[str, float]:
   values = [float(v) for v in values]
   return {f"{name}/mean": sum(values) / len(values),
           f"{name}/max": max(values), f"{name}/min": min(values)}
+
+
+def mean_scores(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  """Mean of each score over those completions that have it.
+
+  A reward function may report different things about different rows.
+  """
+  values: dict[str, list[float]] = {}
+  for score in scores:
+    for name, value in score.items():
+      values.setdefault(name, []).append(value)
+  return {name: sum(v) / len(v) for name, v in values.items()}
 
 
 def wilson_interval(successes: int, trials: int,

@@ -377,9 +377,9 @@ class Trainer:
             lengths.sum() + prompt_lengths.sum() * g),
         "perf/prompt_padding": float(1 - prompt_lengths.sum() / size),
     }
-    for name in scores[0]:
+    for name, value in metrics_lib.mean_scores(scores).items():
       if name != "overall":
-        values[f"reward/{name}"] = float(np.mean([s[name] for s in scores]))
+        values[f"reward/{name}"] = value
     return values
 
   # -- supervised ------------------------------------------------------------

@@ -68,6 +68,7 @@ class RoundTripTest(parameterized.TestCase):
     self.assertEqual(config.objective.epsilon_high, 0.3)
     self.assertEqual(config.objective.reward_scale, "none")
     self.assertIsNone(config.optimizer.max_grad_norm)
+    tree = to_config_dict(TrainConfig())
     with self.assertRaises(TypeError):
       tree.objective.epsilon_high = "wide"
     with self.assertRaises(TypeError):

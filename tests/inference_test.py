@@ -119,6 +119,13 @@ class InferenceTest(parameterized.TestCase):
     self.assertEqual(values["val/rows"], 5)
     self.assertBetween(values["val/success_low"], 0.1, 0.2)
     self.assertBetween(values["val/success_high"], 0.7, 0.8)
+    # Rewards may say other things about other rows, and call success a grade.
+    mixed = evaluation.Evaluation(["a", "b", "c"], [
+        {"overall": 1.0}, {"overall": 0.0, "success": 2.0},
+        {"overall": 0.5, "success": 1.0, "format": 1.0}], 0.5)
+    self.assertEqual(mixed.metrics(), {
+        "val/reward": 0.5, "val/success": 1.5, "val/format": 1.0,
+        "val/rows": 3, "timing_s/val": 0.5})
     plain = evaluation.Evaluation(["a"], [{"overall": 2.0}], 0.5)
     self.assertEqual(plain.metrics(), {
         "val/reward": 2.0, "val/rows": 1, "timing_s/val": 0.5})

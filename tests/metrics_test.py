@@ -105,6 +105,11 @@ class NumbersTest(parameterized.TestCase):
     self.assertEqual(metrics.spread("x", np.array([1, 2, 6])),
                      {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0})
 
+  def test_mean_scores(self):
+    self.assertEqual(
+        metrics.mean_scores([{"a": 1.0}, {"a": 2.0, "b": 4.0}, {"a": 6.0}]),
+        {"a": 3.0, "b": 4.0})
+
   def test_phases_add_up(self):
     timer = metrics.PhaseTimer()
     for _ in range(2):

@@ -12,7 +12,7 @@ import numpy as np
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.data.row_schema import validate_row
 from rollplex_jax.models import decoder, hf, vlm
-from rollplex_jax.schedule import features_of, make_batch
+from rollplex_jax.samples import make_batch
 from tests.experiments import commands
 from tests.helpers import devices, tiny_checkpoint
 
@@ -89,7 +89,7 @@ class ScoreTest(absltest.TestCase):
     hidden = vlm.forward(
         params, config, token_ids.astype(np.int32),
         positions[:, None].astype(np.int32),
-        features_of(params, config, batch), index[None].astype(np.int32))
+        vlm.vision_features(params, config, batch.vision), index[None].astype(np.int32))
     logprobs = jax.nn.log_softmax(
         decoder.logits(params["text"], hidden[0]), axis=-1)
     first = len(prompt.token_ids) - 1
