@@ -31,7 +31,6 @@ from experiments.display import TrainDisplay
 from rollplex_jax import metrics as metrics_lib
 from rollplex_jax.config import (
     Algorithm,
-    DataConfig,
     EnvironmentConfig,
     PolicyConfig,
     RolloutConfig,
@@ -63,15 +62,17 @@ class ShapeConfig:
     num_layers: of the decoder.
     vision_hidden_size: of the vision tower; its MLP is 2 times as wide.
     vision_layers: of the tower; the last one attends over whole frames.
-    patch_size: side of a patch in pixels; a patch is a token.
+    patch_size: side of a patch in pixels, here that of a tile.
+    merge_size: side of the square of patches that make one token.
     vocab_size: most tokens of the tokenizer.
   """
 
-  hidden_size: int = 128
+  hidden_size: int = 64
   num_layers: int = 4
-  vision_hidden_size: int = 96
+  vision_hidden_size: int = 48
   vision_layers: int = 2
   patch_size: int = 14
+  merge_size: int = 3
   vocab_size: int = 512
 
 
@@ -91,7 +92,7 @@ class QuickstartConfig:
 
   environment: EnvironmentConfig = dataclasses.field(
       default_factory=lambda: EnvironmentConfig(
-          level="BabyAI-GoToLocalS6N2-v0", image_size=56, max_actions=8,
+          level="BabyAI-GoToLocalS5N2-v0", image_size=42, max_actions=6,
           must_stop=True, eval_episodes=512))
   shape: ShapeConfig = dataclasses.field(default_factory=ShapeConfig)
   demonstrations: int = 4096
@@ -99,18 +100,20 @@ class QuickstartConfig:
       default_factory=lambda: TrainConfig(
           algorithm=Algorithm.SUPERVISED,
           policy=PolicyConfig(freeze_vision_tower=False),
-          optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=20),
-          train_batch_size=64, total_steps=400, eval_every=100,
+          rollout=RolloutConfig(max_completion_length=7),
+          optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50,
+              adam_beta2=0.98, weight_decay=0.01),
+          train_batch_size=64, total_steps=200, eval_every=100,
           eval_batch_size=128))
   rl: TrainConfig = dataclasses.field(
       default_factory=lambda: TrainConfig(
           policy=PolicyConfig(freeze_vision_tower=True),
-          rollout=RolloutConfig(num_generations=8, max_completion_length=9),
+          rollout=RolloutConfig(num_generations=8, max_completion_length=7),
           objective=ObjectiveConfig(
               loss_type="dapo", epsilon=0.2, epsilon_high=0.28),
-          optimizer=OptimizerConfig(learning_rate=2e-4, warmup_steps=10),
-          train_batch_size=16, gen_batch_size=40, micro_batch_size=32,
-          total_steps=300, eval_every=50, eval_batch_size=128))
+          optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=10),
+          train_batch_size=16, gen_batch_size=40, micro_batch_size=64,
+          total_steps=400, eval_every=50, eval_batch_size=128))
   gif_episodes: int = 6
   seed: int = 0
 
@@ -166,8 +169,8 @@ def main():
   with phases("warm_start", "2  warm start on "
               f"{config.demonstrations:,} demonstrations of an expert"):
     supervised = dataclasses.replace(
-        config.warm_start, seed=config.seed, data=DataConfig(
-            environment=dataclasses.replace(
+        config.warm_start, seed=config.seed, data=dataclasses.replace(
+            config.warm_start.data, environment=dataclasses.replace(
                 environment, train_split="warm_start",
                 num_episodes=config.demonstrations)))
     warm_start = output / "warm_start"
@@ -175,8 +178,8 @@ def main():
 
   with phases("rl", "3  RL on new episodes"):
     rl = dataclasses.replace(
-        config.rl, seed=config.seed, data=DataConfig(
-            environment=dataclasses.replace(
+        config.rl, seed=config.seed, data=dataclasses.replace(
+            config.rl.data, environment=dataclasses.replace(
                 environment, train_split="train")))
     trainer, rl_summary = run_phase(
         rl, warm_start / "policy", output, "RL", wandb_project=_WANDB.value)
@@ -249,7 +252,7 @@ def build_policy(folder: pathlib.Path, task: PlanTask, shape: ShapeConfig,
     shape: size of the policy.
     seed: of the weights.
   """
-  texts = []
+  texts = ["user", "assistant"] * 2  # Roles of the chat; seen twice, a token.
   for i in range(_TOKENIZER_EPISODES):
     episode = Split.WARM_START.seed(i)
     texts.append(task.row(episode)["prompt"][0]["content"][-1]["text"])
@@ -260,25 +263,29 @@ def build_policy(folder: pathlib.Path, task: PlanTask, shape: ShapeConfig,
   assets = folder.with_name(f"{folder.name}_tokenizer")
   tokens = build_tokenizer(
       texts, shape.vocab_size, str(assets), patch_size=shape.patch_size,
-      merge_size=1,
+      merge_size=shape.merge_size,
       # The drawings are bright on black: black is nothing.
       image_mean=(0.0, 0.0, 0.0), image_std=(0.25, 0.25, 0.25))
   d, v = shape.hidden_size, shape.vision_hidden_size
+  heads = 4
+  pairs = d // heads // 2  # That M-RoPE turns by time, row and column.
+  section = 3 * pairs // 8
   config = ModelConfig(
       text=TextConfig(
           vocab_size=tokens["vocab_size"], hidden_size=d,
           intermediate_size=3 * d, num_hidden_layers=shape.num_layers,
-          num_attention_heads=4, num_key_value_heads=2,
+          num_attention_heads=heads, num_key_value_heads=heads // 2,
           # The published 1e6 spreads turns over a million positions, time
           # first and columns last, and would leave the neighbors in a room of
           # a few tiles a thousandth of a turn apart.
           rope_theta=10.0,
-          mrope_section=(d // 32, 3 * d // 64, 3 * d // 64),
+          mrope_section=(pairs - 2 * section, section, section),
           tie_word_embeddings=True, initializer_range=0.05),
       vision=VisionConfig(
           depth=shape.vision_layers, hidden_size=v, intermediate_size=2 * v,
-          num_heads=4, out_hidden_size=d, patch_size=shape.patch_size,
-          spatial_merge_size=1, window_size=4 * shape.patch_size,
+          num_heads=heads, out_hidden_size=d, patch_size=shape.patch_size,
+          spatial_merge_size=shape.merge_size,
+          window_size=max(4, shape.merge_size) * shape.patch_size,
           fullatt_block_indexes=(shape.vision_layers - 1,),
           initializer_range=0.05),
       image_token_id=tokens["<|image_pad|>"],
