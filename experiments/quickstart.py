@@ -69,10 +69,10 @@ class ShapeConfig:
 
   hidden_size: int = 64
   num_layers: int = 4
-  vision_hidden_size: int = 48
+  vision_hidden_size: int = 96
   vision_layers: int = 2
   patch_size: int = 14
-  merge_size: int = 3
+  merge_size: int = 2
   vocab_size: int = 512
 
 
@@ -92,28 +92,30 @@ class QuickstartConfig:
 
   environment: EnvironmentConfig = dataclasses.field(
       default_factory=lambda: EnvironmentConfig(
-          level="BabyAI-GoToLocalS5N2-v0", image_size=42, max_actions=6,
+          level="BabyAI-GoToObjS6-v1", image_size=56, max_actions=8,
           must_stop=True, eval_episodes=512))
   shape: ShapeConfig = dataclasses.field(default_factory=ShapeConfig)
-  demonstrations: int = 4096
+  demonstrations: int = 12000
+  # Ends where RL has something to work with: a policy that starts to see.
   warm_start: TrainConfig = dataclasses.field(
       default_factory=lambda: TrainConfig(
           algorithm=Algorithm.SUPERVISED,
           policy=PolicyConfig(freeze_vision_tower=False),
-          rollout=RolloutConfig(max_completion_length=7),
-          optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50,
-              adam_beta2=0.98, weight_decay=0.01),
-          train_batch_size=64, total_steps=200, eval_every=100,
-          eval_batch_size=128))
+          rollout=RolloutConfig(max_completion_length=9),
+          optimizer=OptimizerConfig(
+              learning_rate=3e-3, warmup_steps=50, adam_beta2=0.98,
+              weight_decay=0.01),
+          train_batch_size=64, total_steps=800, stop_at_success=0.3,
+          eval_every=30, eval_batch_size=256))
   rl: TrainConfig = dataclasses.field(
       default_factory=lambda: TrainConfig(
-          policy=PolicyConfig(freeze_vision_tower=True),
-          rollout=RolloutConfig(num_generations=8, max_completion_length=7),
+          policy=PolicyConfig(freeze_vision_tower=False),
+          rollout=RolloutConfig(num_generations=16, max_completion_length=9),
           objective=ObjectiveConfig(
               loss_type="dapo", epsilon=0.2, epsilon_high=0.28),
-          optimizer=OptimizerConfig(learning_rate=5e-4, warmup_steps=10),
-          train_batch_size=16, gen_batch_size=40, micro_batch_size=64,
-          total_steps=400, eval_every=50, eval_batch_size=128))
+          optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=5),
+          train_batch_size=32, gen_batch_size=48, total_steps=200,
+          eval_every=25, eval_batch_size=256))
   gif_episodes: int = 6
   seed: int = 0
 
@@ -188,6 +190,7 @@ def main():
     _, more_summary = run_phase(
         dataclasses.replace(
             supervised, seed=config.seed + 1, total_steps=1 << 20,
+            stop_at_success=0.0, eval_every=100,
             max_seconds=rl_summary["train_seconds"],
             optimizer=_constant(supervised.optimizer)),
         warm_start / "policy", output / "supervised_only", "supervised")

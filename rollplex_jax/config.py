@@ -167,6 +167,8 @@ class TrainConfig:
     total_steps: steps of the run.
     max_seconds: end earlier after so many seconds of training, evaluations
       not counted; 0 for no limit.
+    stop_at_success: end at the first evaluation in whose scores the share of
+      "success" reaches this; 0 for never.
     eval_every: steps between evaluations, beside the first and last; 0 for
       those two only.
     eval_batch_size: prompts per batch of an evaluation.
@@ -194,6 +196,7 @@ class TrainConfig:
   num_iterations: int = 1
   total_steps: int = 100
   max_seconds: float = 0.0
+  stop_at_success: float = 0.0
   eval_every: int = 0
   eval_batch_size: int = 64
   seed: int = 0
@@ -208,6 +211,9 @@ class TrainConfig:
                  "eval_batch_size")
     _check_least(self, 0, "gen_batch_size", "mini_batch_size",
                  "micro_batch_size", "eval_every", "max_seconds")
+    if not 0 <= self.stop_at_success <= 1:
+      raise InputError(
+          f"stop_at_success={self.stop_at_success}: expected 0 to 1")
     if 0 < self.gen_batch_size < self.train_batch_size:
       raise InputError(
           f"gen_batch_size={self.gen_batch_size}: expected at least "

@@ -199,7 +199,10 @@ class Trainer:
         if self.config.eval_every and steps % self.config.eval_every == 0:
           if steps < self.config.total_steps:
             run_evaluation(steps, train_seconds)
-      if evaluate_ends:
+            if self._is_good_enough():
+              break
+      if evaluate_ends and (
+          not evaluated or evaluated[-1]["step"] != steps):
         run_evaluation(steps, train_seconds)
       self.save(folder / "policy")
     finally:
@@ -218,6 +221,14 @@ class Trainer:
     }
     metrics_lib.write_json(folder / "summary.json", summary)
     return summary
+
+  def _is_good_enough(self) -> bool:
+    """Whether the last evaluation reached the success asked for."""
+    wanted = self.config.stop_at_success
+    if not wanted or not self.evaluations:
+      return False
+    success = self.evaluations[-1][1].success
+    return success is not None and success[0] >= wanted
 
   def save(self, path: str | os.PathLike) -> None:
     """Writes the policy as a checkpoint that `transformers` loads."""
