@@ -94,15 +94,17 @@ class Instruction:
 
 
 class Program:
-  """A compiled program by computation."""
+  """A compiled program by computation; `entry` is the one that starts."""
 
   def __init__(self, text: str):
     self.computations: dict[str, list[Instruction]] = {}
-    lines = None
+    self.entry = lines = None
     for line in text.splitlines():
       header = None if line.startswith(" ") else _COMPUTATION.match(line)
       if header:
         lines = self.computations[header.group(1)] = []
+        if line.startswith("ENTRY"):
+          self.entry = lines
       elif line.startswith("}"):
         lines = None
       elif lines is not None:
