@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec
 from rollplex_jax.models import decoder
 from rollplex_jax.models.config import ModelConfig, TextConfig
 from rollplex_jax.models.inputs import PromptInputs
-from rollplex_jax.models.weights import Params, is_weight
+from rollplex_jax.models.weights import Params, Weight, is_weight
 from rollplex_jax.stages import prefix_units, rollout
 from rollplex_jax.stages.prefix_units import Buffers, Place, UnitShape
 from rollplex_jax.stages.rollout import Completions, DecodeInputs, DecodeState
@@ -341,6 +341,13 @@ def _sum_together(x: jax.Array, y: jax.Array, axis: decoder.Axis):
   return joined[:n].reshape(x.shape), joined[n:].reshape(y.shape)
 
 
+def tensor_parallel(weight: Weight,
+                    axis: str | tuple[str, ...]) -> PartitionSpec:
+  """How a weight lies on the mesh where `axis` splits heads and the like."""
+  return PartitionSpec(
+      *(axis if name in _SPLIT_AXES else None for name in weight.axes))
+
+
 def shard_window(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...],
                  config: ModelConfig, sampling: SamplingConfig,
                  window: WindowConfig) -> Callable:
@@ -356,8 +363,8 @@ def shard_window(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...],
   """
   spec = PartitionSpec
   weights = jax.tree.map(
-      lambda w: spec(*(axis if a in _SPLIT_AXES else None for a in w.axes)),
-      decoder.weights(config.text), is_leaf=is_weight)
+      lambda w: tensor_parallel(w, axis), decoder.weights(config.text),
+      is_leaf=is_weight)
   heads, whole = spec(None, axis), spec()
 
   def artifact_specs(artifacts):

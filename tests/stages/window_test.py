@@ -97,7 +97,7 @@ class WindowTest(parameterized.TestCase):
                    self.keys(group))
 
   @parameterized.parameters(
-      (1, 1, 4), (1, 7, 1), (3, 4, 2), (3, 5, 3), (3, 99, 9))
+      (1, 1, 4), (1, 7, 1), (3, 4, 2), (3, 10, 3), (3, 99, 9))
   def test_equals_sequence(self, group, chunk, rows):
     # Chunks that divide the padded length and don't, one token and the whole;
     # micro-batches that divide the batch and don't.
@@ -117,11 +117,13 @@ class WindowTest(parameterized.TestCase):
     self.assertEqual(turns.with_policy + turns.with_reference + turns.decode,
                      np.max(want.lengths))
 
-  def test_shapes_cover_both_cases(self):
+  def test_shapes_cover_the_cases(self):
+    longest = int(self.prompts.lengths.max()) - 1
     self.assertEqual(self.length % 4, 0)
-    self.assertGreater(self.length % 5, 0)
+    # The last chunk of 10 would pass the end, and is moved back.
+    self.assertGreater(-(-longest // 10) * 10, self.length)
     # Some prompt is so much shorter than the rest that it has fewer units.
-    self.assertLess(self.num_units(1, 1), _B * self.length)
+    self.assertLess(self.num_units(1, 1), _B * longest)
 
   @parameterized.named_parameters(
       # name, what is wanted, chunk, rows, ending tokens, turns of the loops
@@ -160,17 +162,16 @@ class WindowTest(parameterized.TestCase):
         turns.with_policy, turns.with_reference, turns.policy,
         turns.reference, turns.decode)], expected)
 
-  def test_streams_do_not_change_numbers(self):
-    run = lambda streams: self.run_window(
-        self.sampling(eos_token_ids=()), self.buffers(False, True),
-        streams=streams, chunk=4, rows=2)
-    (done, apart, turns), (plain_done, plain, plain_turns) = run(True), run(
-        False)
-    self.assertGreater(turns.with_reference, 0)
-    self.assertEqual(turns, plain_turns)
-    self.assert_same_completions(done, plain_done)
-    for a, b in zip(jax.tree.leaves(apart), jax.tree.leaves(plain)):
-      np.testing.assert_allclose(a, b, atol=1e-6)
+  @parameterized.parameters(True, False)
+  def test_reference_beside_decode(self, streams):
+    # Several chunks, one of them moved back, all while decoding goes on.
+    sampling = self.sampling(eos_token_ids=())
+    done, artifacts, turns = self.run_window(
+        sampling, self.buffers(False, True), streams=streams, chunk=10, rows=2)
+    self.assertGreater(turns.with_reference, 3)
+    self.assertEqual(turns.reference, 0)
+    self.assert_same_completions(done, self.sequential(sampling, 3))
+    self.assert_same_prefix(artifacts.reference.kv, self.reference_kv)
 
   @parameterized.parameters(1, 2, 3)
   def test_key_extents_do_not_change_numbers(self, extents):
@@ -279,18 +280,19 @@ class UnitsTest(absltest.TestCase):
   def test_places(self):
     # Three micro-batches of two prompts; the last holds prompts 3 and 4.
     prompts, _ = batches.prompt_inputs(
-        tiny_policy.config(), [tiny_policy.prompt(tiny_policy.config())] * 5)
+        tiny_policy.config(),
+        [tiny_policy.prompt(tiny_policy.config(), text=10)] * 5)
     p = prompts.token_ids.shape[1]
     prompts = dataclasses.replace(
-        prompts, lengths=np.array([4, p, 0, 1, 6], np.int32))
+        prompts, lengths=np.array([4, p, 0, 1, 7], np.int32))
     shape = UnitShape(chunk=5, rows=2)
     units = prefix_units.plan_units(prompts, shape)
     places = [prefix_units.locate(units, i, shape, p)
               for i in range(int(units.total))]
     full = [min(5 * i, p - 5) for i in range(-(-(p - 1) // 5))]
-    # Prompts 2 and 3 need none; 5 tokens of prompt 4 are one unit.
+    # Prompts 2 and 3 need none; 6 tokens of prompt 4 are two units.
     self.assertEqual([(int(a.row), int(a.offset)) for a in places],
-                     [(0, o) for o in full] + [(3, 0)])
+                     [(0, o) for o in full] + [(3, 0), (3, 5)])
 
 
 if __name__ == "__main__":

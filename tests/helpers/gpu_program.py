@@ -1,0 +1,151 @@
+"""Programs compiled for GPUs that are not there, and what they say.
+
+jax's CUDA plugin compiles for a described device; the scheduled program is text
+that a test can read. Only tests marked `cuda_plugin` may call these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import pathlib
+import re
+
+import jax
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+import numpy as np
+
+_H100 = pathlib.Path(__file__).with_name("h100.textproto")
+_INSTRUCTION = re.compile(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
+_COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) .*\{$")
+
+
+def has_plugin() -> bool:
+  """Whether programs can be compiled for GPUs here."""
+  return importlib.util.find_spec("jax_cuda13_plugin") is not None
+
+
+def h100_mesh(count: int, axis: str) -> jax.sharding.Mesh:
+  """A mesh of `count` H100s in one host, none of which exists."""
+  # The plugin looks for libraries that only running would need.
+  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+  topology = topologies.get_topology_desc(
+      "", "cuda", topology=f"1x1x{count}", target_config=_H100.read_text())
+  return jax.sharding.Mesh(np.array(topology.devices), (axis,))
+
+
+def compile_for_gpu(function, *args) -> Program:
+  """Compiles a jitted function for the devices of its arguments' shardings."""
+  lowered = function.trace(*args).lower(lowering_platforms=("cuda",))
+  with _no_persistent_cache():
+    # Autotuning would run kernels.
+    compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+  return Program(compiled.as_text())
+
+
+@contextlib.contextmanager
+def _no_persistent_cache():
+  """Programs for absent devices can be written to the cache, but not read."""
+  before = jax.config.jax_enable_compilation_cache
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()
+  try:
+    yield
+  finally:
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One line of a program: `type` is its result's, `rest` all that follows."""
+
+  name: str
+  type: str
+  op: str
+  rest: str
+
+  @functools.cached_property
+  def operands(self) -> list[str]:
+    """Names of the instructions that it reads."""
+    depths = itertools.accumulate(
+        {"(": 1, ")": -1}.get(sign, 0) for sign in self.rest)
+    inside = itertools.takewhile(lambda pair: pair[1] >= 0,
+                                 zip(self.rest, depths))
+    return re.findall(r"%([\w.\-]+)", "".join(sign for sign, _ in inside))
+
+  @property
+  def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+    """Element type and dimensions of each result."""
+    return [(kind, tuple(int(n) for n in dims.split(",")) if dims else ())
+            for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", self.type)]
+
+  def attribute(self, name: str) -> str | None:
+    """The value of `name=`, without quotes or sign."""
+    found = re.search(rf'\b{name}="?%?([\w.\-]+)', self.rest)
+    return found and found.group(1)
+
+
+class Program:
+  """A compiled program by computation; `entry` is the one that starts."""
+
+  def __init__(self, text: str):
+    self.computations: dict[str, list[Instruction]] = {}
+    self.entry = lines = None
+    for line in text.splitlines():
+      header = None if line.startswith(" ") else _COMPUTATION.match(line)
+      if header:
+        lines = self.computations[header.group(1)] = []
+        if line.startswith("ENTRY"):
+          self.entry = lines
+      elif line.startswith("}"):
+        lines = None
+      elif lines is not None:
+        found = _INSTRUCTION.match(line.strip())
+        if found:
+          lines.append(Instruction(*found.groups()))
+
+  def loop_bodies(self) -> list[list[Instruction]]:
+    """The bodies of all while loops, in the program's order."""
+    return [self.computations[i.attribute("body")]
+            for lines in self.computations.values() for i in lines
+            if i.op == "while"]
+
+  def with_calls(self, lines: list[Instruction]) -> Iterator[Instruction]:
+    """Instructions of a computation and of those that it calls."""
+    for line in lines:
+      yield line
+      if line.op in ("call", "call-start"):
+        yield from self.with_calls(
+            self.computations[line.attribute("to_apply")])
+
+  def copies(self, lines: list[Instruction],
+             sizes: set[tuple[str, int]]) -> list[Instruction]:
+    """What makes an array of one of the sizes (type, elements) anew.
+
+    Updates in place are told by their names, which XLA gives after the roots
+    of fusions; `call-done` and the like only hand on.
+    """
+    hands_on = ("parameter", "get-tuple-element", "tuple", "bitcast", "while",
+                "call", "call-start", "call-done")
+    return [
+        line for line in self.with_calls(lines)
+        if line.op not in hands_on and "dynamic_update_slice" not in line.name
+        and any((kind, math.prod(dims)) in sizes
+                for kind, dims in line.shapes)]
+
+
+def users(lines: list[Instruction], name: str) -> list[Instruction]:
+  """What computes with an instruction's result, seen through bitcasts."""
+  found = []
+  for line in lines:
+    if name in line.operands and line.op != "tuple":
+      found += users(lines, line.name) if line.op == "bitcast" else [line]
+  return found
