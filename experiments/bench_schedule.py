@@ -24,8 +24,9 @@ from rich.table import Table
 from experiments import common
 from rollplex_jax import programs, samples
 from rollplex_jax import timeline as timeline_lib
+from rollplex_jax.artifacts import Model
 from rollplex_jax.data.processor import Prompt
-from rollplex_jax.executor import Model, Settings, Step
+from rollplex_jax.executor import Settings, Step
 from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig, TextConfig, VisionConfig
 from rollplex_jax.models.positions import rope_index

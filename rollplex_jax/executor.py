@@ -1,8 +1,4 @@
-"""Runs a schedule's units, and keeps their artefacts by name and version.
-
-Every artefact carries, on the host, the version of the parameters it depends
-on. Reading one at another version is an error, never a silent stale read.
-"""
+"""Runs a schedule's units on a step's prompts and artefacts."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollplex_jax import programs, schedule
+from rollplex_jax.artifacts import Model, Store
 from rollplex_jax.data import batching
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
@@ -36,26 +33,6 @@ from rollplex_jax.stages.prefix import SavePolicy
 from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.stages.sampling import SamplingConfig, sample_keys
 from rollplex_jax.timeline import Timeline
-
-
-class StaleArtifactError(RuntimeError):
-  """An artefact was read at parameters other than those it was made with."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-  """Parameters at a version.
-
-  Attributes:
-    params: {"text": ..., "visual": ...}.
-    version: number of updates behind the text decoder.
-    tower_version: number of updates behind the vision tower; does not move
-      while the tower is frozen.
-  """
-
-  params: Params
-  version: int
-  tower_version: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,35 +58,6 @@ class Settings:
   remat: bool = False
   with_entropy: bool = True
   trained: tuple[str, ...] = ("text",)
-
-
-class Store:
-  """Artefacts by name, each tagged with the version it depends on."""
-
-  def __init__(self):
-    self._items: dict[str, tuple[Any, Any]] = {}
-
-  def put(self, name: str, value: Any, version: Any) -> None:
-    self._items[name] = (value, version)
-
-  def get(self, name: str, version: Any) -> Any:
-    """The artefact.
-
-    Raises:
-      StaleArtifactError: if it was made at another version.
-      KeyError: if there is none.
-    """
-    value, made = self._items[name]
-    if made != version:
-      raise StaleArtifactError(
-          f"{name} was made at version {made} and is read at {version}")
-    return value
-
-  def drop(self, name: str) -> None:
-    self._items.pop(name, None)
-
-  def names(self) -> list[str]:
-    return sorted(self._items)
 
 
 class Step:

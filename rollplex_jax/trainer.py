@@ -25,13 +25,14 @@ import numpy as np
 
 from rollplex_jax import inference
 from rollplex_jax import metrics as metrics_lib
+from rollplex_jax.artifacts import Model
 from rollplex_jax.config import Algorithm, TrainConfig, to_config_dict
 from rollplex_jax.data import batching
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation, evaluate
-from rollplex_jax.executor import Model, Settings, Step, supervised_gradient
+from rollplex_jax.executor import Settings, Step, supervised_gradient
 from rollplex_jax.models import hf, weights
 from rollplex_jax.models.weights import Params
 from rollplex_jax.samples import Groups, make_batch

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollplex_jax import samples
-from rollplex_jax.executor import Model, Settings, StaleArtifactError, Step
+from rollplex_jax.artifacts import Model, StaleArtifactError
+from rollplex_jax.executor import Settings, Step
 from rollplex_jax.models import vlm
 from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.stages import full_sequence, objectives

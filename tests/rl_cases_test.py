@@ -18,13 +18,14 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from rollplex_jax import executor, inference, programs
+from rollplex_jax.artifacts import Model
 from rollplex_jax.config import RolloutConfig, TrainConfig
 from rollplex_jax.data import processor as processor_lib
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.data.rows import RowFile, RowList, select_rows
 from rollplex_jax.errors import InputError
-from rollplex_jax.executor import Model, Settings, Step
+from rollplex_jax.executor import Settings, Step
 from rollplex_jax.models import decoder, hf, vlm
 from rollplex_jax.samples import Groups, make_batch
 from rollplex_jax.schedule import ScheduleConfig
