@@ -72,7 +72,7 @@ class ShapeConfig:
   vision_hidden_size: int = 96
   vision_layers: int = 2
   patch_size: int = 14
-  merge_size: int = 2
+  merge_size: int = 1
   vocab_size: int = 512
 
 
@@ -106,7 +106,7 @@ class QuickstartConfig:
               learning_rate=3e-3, warmup_steps=50, adam_beta2=0.98,
               weight_decay=0.01),
           train_batch_size=64, total_steps=800, stop_at_success=0.3,
-          eval_every=30, eval_batch_size=256))
+          eval_every=15, eval_batch_size=256))
   rl: TrainConfig = dataclasses.field(
       default_factory=lambda: TrainConfig(
           policy=PolicyConfig(freeze_vision_tower=False),
@@ -281,7 +281,7 @@ def build_policy(folder: pathlib.Path, task: PlanTask, shape: ShapeConfig,
           # The published 1e6 spreads turns over a million positions, time
           # first and columns last, and would leave the neighbors in a room of
           # a few tiles a thousandth of a turn apart.
-          rope_theta=10.0,
+          rope_theta=2.0,
           mrope_section=(pairs - 2 * section, section, section),
           tie_word_embeddings=True, initializer_range=0.05),
       vision=VisionConfig(

@@ -148,9 +148,9 @@ def describe(summary: Mapping[str, Any], output: pathlib.Path) -> str:
       f"{label} {parts[name] / max(rl, 1e-9):.0%}"
       for name, label in names.items() if name in parts)
   return f"""
-A policy of {summary['num_parameters'] / 1e6:.1f} M parameters learned to act on
-what it sees and reads: {summary['level']}, whole plans from
-one look. Success on {summary['eval_episodes']} held-out episodes (95 % interval):
+A policy of {summary['num_parameters'] / 1e6:.1f} M parameters learned to act in a world
+it sees: {summary['level']}, whole plans from one look.
+Success on {summary['eval_episodes']} held-out episodes (95 % interval):
 
   after the warm start on {summary['demonstrations']:>6,} demonstrations   {rate('success_before')}
   after {summary['steps']:>4} steps of RL                     {rate('success_after')}
