@@ -176,7 +176,8 @@ def main():
                 environment, train_split="warm_start",
                 num_episodes=config.demonstrations)))
     warm_start = output / "warm_start"
-    run_phase(supervised, output / "initial_policy", warm_start, "warm start")
+    _, warm_summary = run_phase(
+        supervised, output / "initial_policy", warm_start, "warm start")
 
   with phases("rl", "3  RL on new episodes"):
     rl = dataclasses.replace(
@@ -202,7 +203,7 @@ def main():
 
   (_, before), (_, after) = trainer.evaluations[0], trainer.evaluations[-1]
   summary = summarize(
-      config, rl_summary, more_summary, phases.seconds,
+      config, warm_summary, rl_summary, more_summary, phases.seconds,
       {"before": before, "after": after, "blind": blind,
        "other_words": shuffled})
   quickstart_report.plot_learning(
@@ -338,14 +339,15 @@ class OtherWords(Sequence):
     return {**row, "prompt": [{"role": "user", "content": [video, text]}]}
 
 
-def summarize(config: QuickstartConfig, rl: dict, more: dict,
+def summarize(config: QuickstartConfig, warm: dict, rl: dict, more: dict,
               phase_seconds: dict[str, float],
               evaluations: dict[str, Evaluation]) -> dict:
   """The run in numbers; the command adds its wall time.
 
   Args:
     config: the run.
-    rl: the RL's summary.
+    warm: the warm start's summary.
+    rl: the RL's.
     more: that of the further supervised learning.
     phase_seconds: wall time of each part.
     evaluations: by name.
@@ -365,7 +367,7 @@ def summarize(config: QuickstartConfig, rl: dict, more: dict,
       "seed": config.seed,
       "num_parameters": rl["num_parameters"],
       "steps": rl["steps"],
-      "warm_start_steps": config.warm_start.total_steps,
+      "warm_start_steps": warm["steps"],
       "supervised_only_steps": more["steps"],
       "rl_seconds": rl["train_seconds"],
       "supervised_only_seconds": more["train_seconds"],
