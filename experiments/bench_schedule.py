@@ -81,7 +81,7 @@ class Workload:
   columns: int = 20
   text: int = 46
   response: int = 64
-  micro_batch_size: int = 8
+  micro_batch_size: int = 2
 
   @property
   def prefix(self) -> int:
