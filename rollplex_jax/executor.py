@@ -15,6 +15,7 @@ from rollplex_jax.artifacts import Model, Store
 from rollplex_jax.data import batching
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
+from rollplex_jax.placement.pools import Pools
 from rollplex_jax.samples import (
   Groups,
   MicroBatch,
@@ -22,7 +23,7 @@ from rollplex_jax.samples import (
   micro_batches,
   own_batch,
 )
-from rollplex_jax.schedule import Facts, ScheduleConfig, Stage, Unit
+from rollplex_jax.schedule import Facts, Lane, ScheduleConfig, Stage, Unit
 from rollplex_jax.stages import window as window_lib
 from rollplex_jax.stages.objectives import (
   LossMetrics,
@@ -66,7 +67,7 @@ class Step:
   def __init__(self, settings: Settings, batch: PromptBatch, policy: Model,
                reference: Model | None, *, num_generations: int, seed: int,
                step: int, several_updates: bool = False,
-               timeline: Timeline | None = None):
+               pools: Pools | None = None, timeline: Timeline | None = None):
     """Nothing runs yet.
 
     Args:
@@ -77,6 +78,7 @@ class Step:
       num_generations: completions per prompt.
       seed, step: key the sampling.
       several_updates: old log-probs will be needed.
+      pools: of a disaggregated run. Units of a pool run in its process only.
       timeline: records units if given.
     """
     self.settings = settings
@@ -85,6 +87,7 @@ class Step:
     self.reference = reference
     self.store = Store()
     self._timeline = timeline or Timeline("", enabled=False)
+    self._pools = pools
     self._keys = (seed, step, num_generations)
     self.facts = Facts(
         has_media=batch.vision is not None,
@@ -97,16 +100,13 @@ class Step:
   def roll_out(self) -> Completions:
     """Samples, and runs what the schedule puts beside it. On the host."""
     plan = schedule.rollout_plan(self.settings.schedule, self.facts)
-    keep = {name for unit in plan for name in unit.writes
-            if name.endswith("features") or name == "completions"}
-    if self.settings.schedule.name == schedule.ScheduleName.ROLLPLEX:
-      keep |= {name for unit in plan for name in unit.writes}
-      if self.settings.schedule.prefix_source == schedule.PrefixSource.WINDOW:
-        keep.discard("rollout/kv")
-    self._run(plan, keep)
-    done = jax.device_get(self._get("completions"))
-    self.store.drop("completions")
-    return done
+    self._run(plan, schedule.kept_after_rollout(self.settings.schedule, plan))
+    if self._runs(Lane.ROLLOUT):
+      done = jax.device_get(self._get("completions"))
+      self.store.drop("completions")
+    else:
+      done = self._no_completions()
+    return done if self._pools is None else self._pools.share_completions(done)
 
   def score(self, groups: Groups) -> Groups:
     """Adds log-probs under the reference and, if needed, the policy."""
@@ -123,23 +123,26 @@ class Step:
     self._run(plan, self.store.names(), micro, out)
     return dataclasses.replace(groups, **out)
 
-  def gradient(self, groups: Groups, *, first: bool
+  def gradient(self, groups: Groups, *, first: bool,
+               normalizers: Normalizers | None = None,
                ) -> tuple[Params, LossMetrics, np.ndarray]:
     """Gradient of a mini-batch of groups at the current policy.
 
     Args:
       groups: K groups of G samples.
       first: nothing was updated since the rollout.
+      normalizers: of the whole mini-batch where `groups` is this process's
+        share of it; by default those of `groups`.
 
     Returns:
-      float32 gradients of the trained parts, metrics of the whole mini-batch,
-      and float32 [K, G, R] log-probs before the update.
+      float32 gradients of the trained parts, metrics of these groups, and
+      float32 [K, G, R] log-probs before the update.
     """
     micro = micro_batches(groups, self.settings.micro_batch_size)
     plan = schedule.update_plan(
         self.settings.schedule, self.facts, [(m.block, m.part) for m in micro],
         first=first)
-    self._normalizers = Normalizers(
+    self._normalizers = normalizers or Normalizers(
         num_tokens=np.float32(groups.lengths.sum()),
         num_sequences=np.float32(groups.num_samples))
     self._metrics = None
@@ -158,6 +161,8 @@ class Step:
 
   def _run(self, plan: Sequence[Unit], keep: Iterable[str],
            micro: Sequence[MicroBatch] = (), out=None) -> None:
+    plan = [unit for unit in plan
+            if self._runs(unit.lane) or unit.stage == Stage.TRANSFER]
     schedule.check(plan, self.store.names())
     drops = schedule.last_reads(plan, keep)
     where = {(m.block, m.part): m for m in micro}
@@ -170,8 +175,25 @@ class Step:
       for name in drops.get(i, ()):
         self.store.drop(name)
 
-  def _model(self, unit: Unit) -> Model:
-    return self.policy if unit.model == "policy" else self.reference
+  def _runs(self, lane: Lane) -> bool:
+    """Whether this process runs the units of a lane."""
+    if self._pools is None:
+      return True
+    return (self._pools.rolls_out_here() if lane == Lane.ROLLOUT
+            else self._pools.trains_here())
+
+  def _no_completions(self) -> Completions:
+    """Completions of this step's shapes, for those made elsewhere."""
+    shape = (len(self.batch.inputs.lengths), self._keys[2])
+    long = (*shape, self.settings.sampling.max_completion_length)
+    return Completions(
+        token_ids=np.zeros(long, np.int32), logprobs=np.zeros(long, np.float32),
+        lengths=np.zeros(shape, np.int32), finished=np.zeros(shape, bool))
+
+  def _params(self, unit: Unit) -> Params:
+    if unit.model == "rollout":
+      return self._get("rollout/weights")
+    return (self.policy if unit.model == "policy" else self.reference).params
 
   def _version(self, name: str) -> Any:
     """The version at which an artefact has to have been made."""
@@ -212,10 +234,19 @@ class Step:
 
   # -- stages ----------------------------------------------------------------
 
+  def transfer(self, unit: Unit, item):
+    """The policy as it is now, to the rollout's devices."""
+    del item
+    policy = self.policy
+    versions = {"text": policy.version, "visual": policy.tower_version}
+    return self._put(unit.writes[0], {
+        name: self._pools.send_weights(name, part, versions[name])
+        for name, part in policy.params.items()})
+
   def vision(self, unit: Unit, item):
     del item
     return self._put(unit.writes[0], programs.vision(
-        self._model(unit).params, self.settings.config, self.batch.vision))
+        self._params(unit), self.settings.config, self.batch.vision))
 
   def prefix(self, unit: Unit, item):
     """One block's prefixes, or the whole batch's; saved for backward or not."""
@@ -223,7 +254,7 @@ class Step:
     if any("/saved" in name for name in unit.writes):
       save = self.settings.schedule.save
     kv, saved = programs.prefix_forward(
-        self._model(unit).params["text"], self.settings.config,
+        self._params(unit)["text"], self.settings.config,
         self._prompts(item), self._features(unit), save)
     for name, value in zip(unit.writes, (kv, _offload(saved, save))):
       self._put(name, value)
@@ -232,7 +263,7 @@ class Step:
   def decode(self, unit: Unit, item):
     del item
     return self._put("completions", programs.decode(
-        self.policy.params, self.settings.config, self.settings.sampling,
+        self._params(unit), self.settings.config, self.settings.sampling,
         jax.device_put(self.batch.inputs), self._get(unit.reads[0]),
         self._sample_keys()))
 
@@ -285,8 +316,8 @@ class Step:
         ("policy", turns.policy, False), ("reference", turns.reference, False),
         (None, turns.decode, True)]
     total = max(sum(int(n) for _, n, _ in parts), 1)
-    lanes = {"policy": str(schedule.Lane.TRAINING),
-             "reference": str(schedule.Lane.REFERENCE)}
+    lanes = {"policy": str(Lane.TRAINING),
+             "reference": str(Lane.REFERENCE)}
     at = start
     for model, count, decodes in parts:
       after = at + (end - start) * int(count) / total
@@ -294,7 +325,7 @@ class Step:
         self._timeline.add("prefix", lanes[model], None, at, after,
                            estimated=True)
       if count and decodes:
-        self._timeline.add("decode", str(schedule.Lane.ROLLOUT), None, at,
+        self._timeline.add("decode", str(Lane.ROLLOUT), None, at,
                            after, estimated=True)
       at = after
 
@@ -305,13 +336,13 @@ class Step:
 
   def score_full(self, unit: Unit, item: MicroBatch):
     logprobs = programs.score_full(
-        self._model(unit).params, self.settings.config, self._prompts(item),
+        self._params(unit), self.settings.config, self._prompts(item),
         self._features(unit), item.responses, self._temperature)
     item.place(self._out[unit.writes[0]], logprobs)
 
   def score_suffix(self, unit: Unit, item: MicroBatch):
     logprobs = programs.score_suffix(
-        self._model(unit).params, self.settings.config, self._prompts(item),
+        self._params(unit), self.settings.config, self._prompts(item),
         *self._prefix_of(unit, item), item.responses, self._temperature)
     item.place(self._out[unit.writes[0]], logprobs)
 
@@ -394,6 +425,7 @@ class Step:
 
 
 _STAGES = {
+    Stage.TRANSFER: Step.transfer,
     Stage.VISION: Step.vision,
     Stage.PREFIX: Step.prefix,
     Stage.DECODE: Step.decode,

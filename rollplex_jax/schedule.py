@@ -6,11 +6,14 @@ that follow the dependencies and the lifetimes (an artefact lives from its
 producer to its last consumer), and a schedule can be printed, drawn and
 checked before anything runs. `executor.py` runs it.
 
-Three schedules of the same stages:
+Schedules of the same stages:
   serial, unshared  rollout; then every sample's prompt and response in full
                     for the reference, and again for training: what verl, TRL
                     and tunix do
   serial, shared    the same phases, one prefix per prompt in each
+  disaggregated     those phases, shared or not, on two pools of devices: the
+                    rollout's gets the weights anew in each step, and each pool
+                    waits for the other
   rollplex          prefix work moves into the decode window, and the rollout's
                     own prefill is the training prefix
 """
@@ -27,6 +30,7 @@ from rollplex_jax.stages.prefix import SavePolicy
 
 class ScheduleName(enum.StrEnum):
   SERIAL = "serial"
+  DISAGGREGATED = "disaggregated"
   ROLLPLEX = "rollplex"
 
 
@@ -47,7 +51,7 @@ class ScheduleConfig:
   """How the stages of a step are ordered.
 
   Attributes:
-    name: serial or rollplex.
+    name: serial, disaggregated or rollplex.
     share_prefix: compute each prompt's prefix once for its group in scoring and
       training (the rollout always does). Rollplex requires it.
     prefix_source: see `PrefixSource`; for rollplex.
@@ -91,6 +95,7 @@ class Lane(enum.StrEnum):
 
 
 class Stage(enum.StrEnum):
+  TRANSFER = "transfer"
   VISION = "vision"
   PREFIX = "prefix"
   DECODE = "decode"
@@ -110,7 +115,8 @@ class Unit:
   Attributes:
     stage: what runs.
     lane: whose work it is.
-    model: "policy" or "reference": whose weights it reads.
+    model: "policy", "reference" or "rollout": whose weights it reads; the last
+      is the policy's copy on the rollout's own devices.
     block: number of the prompt micro-batch, or None for all prompts.
     part: number of the sample micro-batch in it, or None.
     reads: names of artefacts.
@@ -151,6 +157,8 @@ class Facts:
 
 def rollout_plan(config: ScheduleConfig, facts: Facts) -> list[Unit]:
   """Units of the rollout and of all that runs beside it."""
+  if config.name == ScheduleName.DISAGGREGATED:
+    return _apart(facts)
   plan = [*_vision("policy", facts, Lane.ROLLOUT)]
   features = _features("policy", facts)
   rollplex = config.name == ScheduleName.ROLLPLEX
@@ -175,6 +183,34 @@ def rollout_plan(config: ScheduleConfig, facts: Facts) -> list[Unit]:
     plan.append(Unit(stage=Stage.DECODE, lane=Lane.ROLLOUT, reads=reads[:1],
                      writes=("completions",)))
   return plan
+
+
+def kept_after_rollout(config: ScheduleConfig,
+                       plan: Sequence[Unit]) -> set[str]:
+  """Artefacts of the rollout's plan that later phases read."""
+  made = {name for unit in plan for name in unit.writes}
+  if config.name == ScheduleName.ROLLPLEX:
+    if config.prefix_source == PrefixSource.WINDOW:
+      made.discard("rollout/kv")
+    return made
+  return made & {"completions", "policy/features"}
+
+
+def _apart(facts: Facts) -> list[Unit]:
+  """The rollout on devices of its own, while the trainer's have no work.
+
+  But for the vision features, which both pools need and no completion changes.
+  """
+  weights, features = ("rollout/weights",), _features("rollout", facts)
+  return [
+      Unit(stage=Stage.TRANSFER, lane=Lane.ROLLOUT, writes=weights),
+      *_vision("rollout", facts, Lane.ROLLOUT, reads=weights),
+      Unit(stage=Stage.PREFIX, lane=Lane.ROLLOUT, model="rollout",
+           reads=weights + features, writes=("rollout/kv",)),
+      Unit(stage=Stage.DECODE, lane=Lane.ROLLOUT, model="rollout",
+           reads=("rollout/kv", *weights), writes=("completions",)),
+      *_vision("policy", facts, Lane.TRAINING),
+  ]
 
 
 def scoring_plan(config: ScheduleConfig, facts: Facts,
@@ -305,14 +341,16 @@ def _features(model: str, facts: Facts) -> tuple[str, ...]:
   """
   if not facts.has_media:
     return ()
-  own = model == "reference" and facts.trains_tower
-  return ("reference/features",) if own else ("policy/features",)
+  if model == "reference" and not facts.trains_tower:
+    model = "policy"
+  return (f"{model}/features",)
 
 
-def _vision(model: str, facts: Facts, lane: Lane) -> list[Unit]:
+def _vision(model: str, facts: Facts, lane: Lane,
+            reads: tuple[str, ...] = ()) -> list[Unit]:
   names = _features(model, facts)
-  return [Unit(stage=Stage.VISION, lane=lane, model=model, writes=names)
-          ] if names else []
+  return [Unit(stage=Stage.VISION, lane=lane, model=model, reads=reads,
+               writes=names)] if names else []
 
 
 def _first_kv(config: ScheduleConfig, model: str) -> str:

@@ -35,7 +35,9 @@ from rollplex_jax.evaluation import Evaluation, evaluate
 from rollplex_jax.executor import Settings, Step, supervised_gradient
 from rollplex_jax.models import hf, weights
 from rollplex_jax.models.weights import Params
+from rollplex_jax.placement.pools import Pools
 from rollplex_jax.samples import Groups, make_batch
+from rollplex_jax.schedule import ScheduleName
 from rollplex_jax.stages import objectives, update
 from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.stages.sampling import SamplingConfig
@@ -115,6 +117,9 @@ class Trainer:
         sampling=self.sampling, objective=self.objective,
         micro_batch_size=config.micro_batch_size, remat=config.policy.remat,
         with_entropy=config.with_entropy, trained=tuple(self._trained))
+    self._pools = None
+    if config.schedule.name == ScheduleName.DISAGGREGATED:
+      self._pools = Pools(jax.local_devices())
     self.version = 0
     self.skipped_rows = 0
     self.evaluations: list[tuple[int, Evaluation]] = []
@@ -285,7 +290,7 @@ class Trainer:
     work = Step(
         self.settings, batch, self._policy(), self.reference,
         num_generations=rollout.num_generations, seed=config.seed, step=step,
-        several_updates=config.updates_per_step > 1)
+        several_updates=config.updates_per_step > 1, pools=self._pools)
     with timer.phase("gen"):
       completions = work.roll_out()
     with timer.phase("reward"):

@@ -11,6 +11,7 @@ from rollplex_jax import samples
 from rollplex_jax.artifacts import Model, StaleArtifactError
 from rollplex_jax.executor import Settings, Step
 from rollplex_jax.models import vlm
+from rollplex_jax.placement.pools import Pools
 from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.stages import full_sequence, objectives
 from rollplex_jax.stages.objectives import ObjectiveConfig
@@ -22,6 +23,7 @@ _G, _R, _TEMPERATURE = 4, 6, 0.9
 _OBJECTIVE = ObjectiveConfig(loss_type="dapo", beta=0.1)
 _UNSHARED = dict(share_prefix=False)
 _ROLLPLEX = dict(name="rollplex")
+_APART = dict(name="disaggregated")
 
 
 class ExecutorTest(parameterized.TestCase):
@@ -46,11 +48,13 @@ class ExecutorTest(parameterized.TestCase):
             eos_token_ids=tuple(range(1, 9)),
             banned_token_ids=self.config.vision_token_ids),
         objective=_OBJECTIVE, micro_batch_size=micro, trained=trained)
+    apart = settings.schedule.name == "disaggregated"
     weights = (self.reference if "visual" in trained
                else self.frozen_reference)
     return Step(settings, self.batch, Model(self.params, 0),
                 Model(weights, 0) if reference else None,
-                num_generations=_G, seed=3, step=1, several_updates=several)
+                num_generations=_G, seed=3, step=1, several_updates=several,
+                pools=Pools() if apart else None)
 
   def groups(self, completions, keep=(0, 1, 2, 3)):
     advantages = np.random.default_rng(0).normal(size=(4, _G))
@@ -106,6 +110,8 @@ class ExecutorTest(parameterized.TestCase):
       dict(save=SavePolicy.ACTIVATIONS, micro=8),
       dict(micro=3, trained=("text", "visual")),
       dict(save=SavePolicy.ACTIVATIONS, trained=("text", "visual")),
+      dict(**_APART), dict(**_APART, **_UNSHARED, micro=3),
+      dict(**_APART, trained=("text", "visual")),
       dict(**_ROLLPLEX), dict(**_ROLLPLEX, micro=3),
       dict(**_ROLLPLEX, save=SavePolicy.NOTHING, micro=4),
       dict(**_ROLLPLEX, save=SavePolicy.OFFLOAD),
@@ -127,7 +133,7 @@ class ExecutorTest(parameterized.TestCase):
 
   def test_same_tokens_under_all_schedules(self):
     tokens = [self.step(**kwargs).roll_out().token_ids for kwargs in (
-        {}, _UNSHARED, _ROLLPLEX, dict(_ROLLPLEX, prefix_source="window"))]
+        {}, _UNSHARED, _ROLLPLEX, _APART, dict(_ROLLPLEX, prefix_source="window"))]
     for other in tokens[1:]:
       np.testing.assert_array_equal(tokens[0], other)
 
@@ -143,7 +149,7 @@ class ExecutorTest(parameterized.TestCase):
     self.assert_gradients_equal(got, grads)
 
   @parameterized.parameters(
-      dict(), dict(**_ROLLPLEX), dict(**_UNSHARED),
+      dict(), dict(**_ROLLPLEX), dict(**_UNSHARED), dict(**_APART),
       dict(**_ROLLPLEX, trained=("text", "visual")))
   def test_later_updates_recompute(self, trained=("text",), **kwargs):
     """After an update the gradient is that at the new parameters."""

@@ -31,6 +31,8 @@ class PlanTest(parameterized.TestCase):
   @parameterized.product(
       config=(ScheduleConfig(), ScheduleConfig(share_prefix=False),
               ScheduleConfig(name="rollplex"),
+              ScheduleConfig(name="disaggregated"),
+              ScheduleConfig(name="disaggregated", share_prefix=False),
               ScheduleConfig(name="rollplex", prefix_source="window")),
       media=(True, False), reference=(True, False), tower=(True, False),
       policy=(True, False), first=(True, False))

@@ -114,7 +114,7 @@ class TrainerTest(parameterized.TestCase):
 
   @parameterized.parameters(
       dict(share_prefix=False), dict(), dict(name="rollplex"),
-      dict(name="rollplex", save="activations"),
+      dict(name="rollplex", save="activations"), dict(name="disaggregated"),
       dict(name="rollplex", prefix_source="window", window_chunk=7))
   def test_schedules_change_nothing(self, **schedule):
     """Losses, KL and gradient norms of 3 steps under every schedule."""

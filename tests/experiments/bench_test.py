@@ -7,7 +7,8 @@ from absl.testing import absltest
 import numpy as np
 import pytest
 
-from experiments import bench_decode
+from experiments import bench_decode, bench_disaggregated, bench_schedule
+from experiments.schedule_workload import CONFIG, Workload, make_models
 from rollplex_jax.models.config import TextConfig
 
 _TINY = TextConfig(
@@ -51,6 +52,51 @@ class BenchDecodeTest(absltest.TestCase):
     bench_decode._check_tokens(ours, theirs, lambda *_: 1e-5, "here")
     with self.assertRaisesRegex(ValueError, "row 1 differs at token 1: 5 and 7"):
       bench_decode._check_tokens(ours, theirs, lambda *_: 0.1, "here")
+
+
+class BenchScheduleTest(absltest.TestCase):
+  """At a tenth of its prompts: what it says, not how fast anything is."""
+
+  def test_rows_of_each_schedule(self):
+    workload = Workload(frames=1, group=3, text=10, response=4)
+    rows = bench_schedule._compare(
+        CONFIG, workload, make_models(CONFIG),
+        ("serial_unshared", "serial_shared", "rollplex"), rounds=1)
+    json.dumps(rows)
+    for name, row in rows.items():
+      self.assertLess(row["gradient_error"], 1e-5, msg=name)
+      self.assertGreater(row["seconds"], 0)
+      self.assertGreater(row["stages"]["peak_bytes_live"], 0)
+      self.assertEqual(row["tokens"]["decode"], 3 * 4)
+    # Passes of two samples: three samples fill two passes, of padded prompts.
+    padded = rows["serial_shared"]["tokens"]["prefix_backward"]
+    self.assertGreaterEqual(padded, workload.prefix)
+    self.assertEqual(
+        {name: row["tokens"]["prefix"] / padded for name, row in rows.items()},
+        {"serial_unshared": 1, "serial_shared": 3, "rollplex": 2})
+    self.assertEqual(
+        {name: row["tokens"]["score"] for name, row in rows.items()},
+        {"serial_unshared": 4 * (padded + 4), "serial_shared": 4 * 4,
+         "rollplex": 4 * 4})
+    self.assertGreater(rows["serial_unshared"]["flops"],
+                       rows["serial_shared"]["flops"])
+    self.assertGreater(rows["serial_shared"]["flops"],
+                       rows["rollplex"]["flops"])
+
+  @pytest.mark.slow
+  def test_two_processes(self):
+    workload = Workload(prompts=2, frames=1, group=2, text=10, response=4)
+    rows = bench_disaggregated.run(CONFIG, workload, rounds=1)
+    self.assertLen(rows, 3)
+    for name, row in rows.items():
+      self.assertLess(row["gradient_error"], 1e-5, msg=name)
+      self.assertLen(row["all_seconds"], 1)
+
+  @pytest.mark.slow
+  def test_a_process_that_fails_is_named(self):
+    workload = Workload(prompts=2, frames=1, columns=3)  # Not a whole token.
+    with self.assertRaisesRegex(RuntimeError, "process [01]: "):
+      bench_disaggregated.run(CONFIG, workload, rounds=1)
 
 
 if __name__ == "__main__":
