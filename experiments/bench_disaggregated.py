@@ -28,7 +28,7 @@ from experiments.schedule_workload import (
   SCHEDULES,
   Steps,
   Workload,
-  gradient_error,
+  gradient_errors,
   make_models,
 )
 from rollplex_jax.errors import InputError
@@ -50,8 +50,8 @@ def run(config: ModelConfig, workload: Workload, rounds: int,
     timeout: seconds after which the processes are ended.
 
   Returns:
-    For each schedule, "seconds" (median), "all_seconds" and "gradient_error"
-    against that of whole sequences.
+    For each schedule, "seconds" (median), "all_seconds" and the errors of its
+    gradient against that of whole sequences.
 
   Raises:
     InputError: with fewer than two cores.
@@ -164,6 +164,5 @@ def _measure(rank, config, workload, rounds) -> dict[str, Any]:
   for name, row in rows.items():
     row["seconds"] = statistics.median(row["all_seconds"])
     if rank == 0:
-      row["gradient_error"] = gradient_error(
-          results["disaggregated_unshared"], results[name])
+      row |= gradient_errors(results["disaggregated_unshared"], results[name])
   return rows
