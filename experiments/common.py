@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from absl import app, flags
+from absl import logging as absl_logging
 import jax
 import tqdm
 
@@ -41,6 +42,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
     del argv
     # Which backends are not there is no news to a user.
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+    absl_logging.get_absl_handler().setFormatter(_Plain())
     _enable_compilation_cache()
     try:
       if _JSON.value:
@@ -57,6 +59,13 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
       fail("interrupted", status=130)
 
   app.run(wrapped, flags_parser=_parse)
+
+
+class _Plain(logging.Formatter):
+  """What a user is told, without time, thread and source line."""
+
+  def format(self, record: logging.LogRecord) -> str:
+    return f"{record.levelname.lower()}: {record.getMessage()}"
 
 
 def fail(message: Any, status: int = 1) -> None:

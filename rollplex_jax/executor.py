@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollplex_jax import programs, schedule
+from rollplex_jax import prefix_budget, programs, schedule
 from rollplex_jax.artifacts import Model, Store
 from rollplex_jax.data import batching
+from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement.pools import Pools
@@ -62,7 +63,13 @@ class Settings:
 
 
 class Step:
-  """One step: its prompts, its artefacts, and the stages run on them."""
+  """One step: its prompts, its artefacts, and the stages run on them.
+
+  Attributes:
+    settings: of the run, with a saving policy that fits the prefix budget.
+    fallback: one line that says which policy was taken instead of the
+      configured one and why, or None.
+  """
 
   def __init__(self, settings: Settings, batch: PromptBatch, policy: Model,
                reference: Model | None, *, num_generations: int, seed: int,
@@ -80,8 +87,10 @@ class Step:
       several_updates: old log-probs will be needed.
       pools: of a disaggregated run. Units of a pool run in its process only.
       timeline: records units if given.
+
+    Raises:
+      InputError: if the prefix budget can't hold the step's prefixes.
     """
-    self.settings = settings
     self.batch = batch
     self.policy = policy
     self.reference = reference
@@ -94,6 +103,13 @@ class Step:
         has_reference=reference is not None,
         trains_tower="visual" in settings.trained,
         scores_policy=several_updates)
+    num_features = 0 if batch.vision is None else vlm.num_features(
+        settings.config, batch.vision)
+    fitted, self.fallback = prefix_budget.within_budget(
+        settings.config, settings.schedule, self.facts,
+        batch.inputs.token_ids.shape, num_features,
+        policy.params["text"]["embed"].dtype)
+    self.settings = dataclasses.replace(settings, schedule=fitted)
 
   # -- the three phases ------------------------------------------------------
 

@@ -57,6 +57,9 @@ class ScheduleConfig:
     prefix_source: see `PrefixSource`; for rollplex.
     save: what is kept between prefix forward and backward, where prefixes are
       shared.
+    prefix_budget_gb: device memory, in 10^9 bytes, that a rollplex step's
+      prefixes may take: keys, values and what is saved. Where `save` exceeds it
+      the next policy, which keeps less, is taken; 0 for no limit.
     window_chunk: prefix tokens of a unit of work in the decode window.
   """
 
@@ -64,6 +67,7 @@ class ScheduleConfig:
   share_prefix: bool = True
   prefix_source: PrefixSource = PrefixSource.ROLLOUT
   save: SavePolicy = SavePolicy.LAYER_INPUTS
+  prefix_budget_gb: float = 0.0
   window_chunk: int = 256
 
   def __post_init__(self):
@@ -74,6 +78,9 @@ class ScheduleConfig:
         raise InputError(f"schedule.{key}={value!r}: expected one of "
                          f"{', '.join(choices)}")
       object.__setattr__(self, key, choices(value))
+    if not self.prefix_budget_gb >= 0:
+      raise InputError(f"schedule.prefix_budget_gb={self.prefix_budget_gb}: "
+                       "expected at least 0")
     if self.window_chunk < 1:
       raise InputError(
           f"schedule.window_chunk={self.window_chunk}: expected at least 1")

@@ -19,6 +19,7 @@ import pathlib
 import time
 from typing import Any
 
+from absl import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +121,7 @@ class Trainer:
     self._pools = None
     if config.schedule.name == ScheduleName.DISAGGREGATED:
       self._pools = Pools(jax.local_devices())
+    self._warned: set[str] = set()
     self.version = 0
     self.skipped_rows = 0
     self.evaluations: list[tuple[int, Evaluation]] = []
@@ -291,6 +293,9 @@ class Trainer:
         self.settings, batch, self._policy(), self.reference,
         num_generations=rollout.num_generations, seed=config.seed, step=step,
         several_updates=config.updates_per_step > 1, pools=self._pools)
+    if work.fallback and work.fallback not in self._warned:
+      self._warned.add(work.fallback)
+      logging.warning("%s", work.fallback)
     with timer.phase("gen"):
       completions = work.roll_out()
     with timer.phase("reward"):

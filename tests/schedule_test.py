@@ -111,6 +111,7 @@ class ConfigTest(parameterized.TestCase):
       (dict(name="fast"), "name='fast'.*serial"),
       (dict(save="all"), "save='all'.*layer_inputs"),
       (dict(window_chunk=0), "window_chunk=0"),
+      (dict(prefix_budget_gb=-1.0), "prefix_budget_gb=-1"),
       (dict(name="rollplex", share_prefix=False), "rollplex.*share_prefix"),
       (dict(name="rollplex", prefix_source="window", save="activations"),
        "window.*activations"))

@@ -132,6 +132,25 @@ class TrainerTest(parameterized.TestCase):
         np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-5,
                                    err_msg=name)
 
+  def test_prefixes_beyond_their_budget_are_not_saved(self):
+    """The next policy is taken, said once, and changes nothing."""
+    schedule = dict(name="rollplex", save="activations")
+    _, expected = self.run_steps(_config(
+        self.path, schedule=ScheduleConfig(**schedule)), 2)
+    with self.assertLogs("absl", "WARNING") as logged:
+      _, got = self.run_steps(_config(self.path, schedule=ScheduleConfig(
+          **schedule, prefix_budget_gb=1e-4)), 2)
+    self.assertLen(logged.output, 1)
+    self.assertIn("saving layer_inputs instead", logged.output[0])
+    for a, b in zip(expected, got):
+      for name in ("actor/loss", "actor/grad_norm"):
+        np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-6)
+
+  def test_prefixes_that_cannot_fit_are_refused(self):
+    with self.assertRaisesRegex(InputError, "prefix_budget_gb=1e-06"):
+      self.run_steps(_config(self.path, schedule=ScheduleConfig(
+          name="rollplex", prefix_budget_gb=1e-6)), 1)
+
   def test_reference_stays_where_it_was(self):
     config = _config(
         self.path, objective=ObjectiveConfig(loss_type="grpo", beta=0.01))

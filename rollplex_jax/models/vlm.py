@@ -34,6 +34,11 @@ def vision_features(params: Params, config: ModelConfig,
   return vision.features(params["visual"], config.vision, inputs)
 
 
+def num_features(config: ModelConfig, inputs: VisionInputs) -> int:
+  """How many merged features a batch's patches give, padding included."""
+  return inputs.patches.shape[0] // config.vision.spatial_merge_size ** 2
+
+
 def forward(params: Params, config: ModelConfig, token_ids: jax.Array,
             positions: jax.Array, features=None, feature_index=None, *,
             remat: bool = False) -> jax.Array:
