@@ -1,0 +1,249 @@
+"""Mesh axes, and which of them split what in which stage.
+
+Weights and activations have logical axes ("heads", "mlp", "batch"). A `Rules`
+says, for one stage, over which mesh axes each of them is split; different
+stages may have different rules over the same mesh, so that the rollout and
+training differ in their tensor-parallel degree. The mesh is
+
+  data      prompts
+  fsdp      prompts, and weights, which are gathered where they are used
+  tp_major  heads, MLP and vocabulary
+  tp_minor  the same in stages of the higher tensor-parallel degree; prompts in
+            the others
+
+A stage's tensor parallelism is a prefix of ("tp_major", "tp_minor"): with the
+surviving axis first a coarser shard is made of neighboring finer ones.
+
+Model code calls `constrain` with logical axes. It does nothing outside of
+`use`, which a program enters while it is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import contextvars
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from rollplex_jax.errors import InputError
+
+AXES = ("data", "fsdp", "tp_major", "tp_minor")
+TENSOR_AXES = ("tp_major", "tp_minor")
+# Logical axes that tensor parallelism splits.
+SPLIT = ("vocab", "heads", "kv_heads", "mlp")
+# Of these a part may stay whole where the degree does not divide their size:
+# the result is the same, at the price of some memory.
+_MAY_STAY_WHOLE = ("vocab", "kv_heads")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshShape:
+  """How many devices each mesh axis has."""
+
+  data: int = 1
+  fsdp: int = 1
+  tp_major: int = 1
+  tp_minor: int = 1
+
+  def __post_init__(self):
+    for name in AXES:
+      if getattr(self, name) < 1:
+        raise InputError(
+            f"mesh.{name}={getattr(self, name)}: expected at least 1")
+
+  @property
+  def size(self) -> int:
+    return math.prod(getattr(self, name) for name in AXES)
+
+  def ways(self, axes: Sequence[str]) -> int:
+    """Into how many parts a dimension is split by some axes."""
+    return math.prod(getattr(self, name) for name in axes)
+
+  def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh over all of `devices`, by default all there are.
+
+    Raises:
+      InputError: naming both numbers, if the shape does not fit them.
+    """
+    devices = np.asarray(jax.devices() if devices is None else devices)
+    if devices.size != self.size:
+      shape = " x ".join(f"{name} {getattr(self, name)}" for name in AXES)
+      raise InputError(f"mesh of {shape} = {self.size} devices: expected "
+                       f"{devices.size}, the devices at hand")
+    return Mesh(devices.reshape([getattr(self, name) for name in AXES]), AXES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+  """The mesh axes that split each logical axis in one stage.
+
+  Attributes:
+    batch: prompts, samples, and packed media by their prompts.
+    embed: the model dimension of weights (not of activations).
+    saved: the model dimension of activations that are kept.
+    vocab, heads, kv_heads, mlp: as their names say.
+  """
+
+  batch: tuple[str, ...] = ()
+  embed: tuple[str, ...] = ()
+  saved: tuple[str, ...] = ()
+  vocab: tuple[str, ...] = ()
+  heads: tuple[str, ...] = ()
+  kv_heads: tuple[str, ...] = ()
+  mlp: tuple[str, ...] = ()
+
+  def spec(self, *logical: str | None) -> PartitionSpec:
+    """How an array with these logical axes lies on the mesh.
+
+    Raises:
+      ValueError: if a mesh axis would split two of its dimensions.
+    """
+    parts = [getattr(self, name) if name else () for name in logical]
+    used = [axis for part in parts for axis in part]
+    if len(set(used)) < len(used):
+      twice = next(axis for axis in used if used.count(axis) > 1)
+      raise ValueError(
+          f"mesh axis {twice} splits two dimensions of {logical}")
+    return PartitionSpec(*(part or None for part in parts))
+
+
+def make_rules(shape: MeshShape, sizes: Mapping[str, int],
+               tensor_axes: Sequence[str], *, what: str,
+               split_all: bool = True) -> Rules:
+  """Rules of a stage with a given tensor parallelism.
+
+  Args:
+    shape: of the mesh.
+    sizes: of "vocab", "heads", "kv_heads", "mlp" and "embed", those that the
+      model part has.
+    tensor_axes: a prefix of ("tp_major", "tp_minor").
+    what: names the stage and model part in errors.
+    split_all: refuse heads and MLP that do not divide; otherwise keep them
+      whole.
+
+  Raises:
+    InputError: naming what does not divide by what.
+  """
+  tensor_axes = tuple(tensor_axes)
+  if tensor_axes != TENSOR_AXES[:len(tensor_axes)]:
+    raise InputError(f"{what}: expected tensor parallelism over a prefix of "
+                     f"{', '.join(TENSOR_AXES)}, found {', '.join(tensor_axes)}")
+  ways = shape.ways(tensor_axes)
+  split = {}
+  for name in SPLIT:
+    if name not in sizes:
+      continue
+    axes = _dividing(shape, tensor_axes, sizes[name])
+    if split_all and axes != tensor_axes and name not in _MAY_STAY_WHOLE:
+      raise InputError(f"{what}: {sizes[name]} {name} do not divide by tensor "
+                       f"parallelism {ways}")
+    split[name] = axes
+  # Attention pairs query heads with key heads: split no finer than queries.
+  fsdp = ("fsdp",) if sizes["embed"] % shape.fsdp == 0 else ()
+  if shape.fsdp > 1 and not fsdp and split_all:
+    raise InputError(f"{what}: the model dimension {sizes['embed']} does not "
+                     f"divide by mesh.fsdp={shape.fsdp}")
+  rest = tuple(axis for axis in TENSOR_AXES if axis not in tensor_axes)
+  return Rules(
+      batch=("data", "fsdp", *rest), embed=fsdp,
+      saved=_dividing(shape, tensor_axes, sizes["embed"]), **split)
+
+
+def _dividing(shape: MeshShape, axes: tuple[str, ...],
+              size: int) -> tuple[str, ...]:
+  """The longest prefix of mesh axes that divides a size."""
+  while axes and size % shape.ways(axes):
+    axes = axes[:-1]
+  return axes
+
+
+def fully_sharded(shape: MeshShape, rules: Rules,
+                  weight_shape: Sequence[int],
+                  logical: Sequence[str | None]) -> PartitionSpec:
+  """A weight's spec with every mesh axis on some dimension, if they divide.
+
+  For what no program multiplies by: master weights, moments, gradients. Axes
+  that `rules` leave out go to the largest dimension that still divides.
+  """
+  parts = [list(getattr(rules, name)) if name else [] for name in logical]
+  for axis in AXES:
+    if any(axis in part for part in parts):
+      continue
+    left = [size // shape.ways(part)
+            for size, part in zip(weight_shape, parts)]
+    fits = [i for i, n in enumerate(left) if n % getattr(shape, axis) == 0]
+    if fits:
+      parts[max(fits, key=lambda i: left[i])].append(axis)
+  return PartitionSpec(*(tuple(part) or None for part in parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """One stage's rules on a mesh. Hashable: a static argument of programs.
+
+  Attributes:
+    mesh: of the run.
+    text: rules of the decoder.
+    vision: rules of the vision tower.
+  """
+
+  mesh: Mesh
+  text: Rules
+  vision: Rules
+
+  def sharding(self, *logical: str | None, part: str = "text"
+               ) -> NamedSharding:
+    """Of an array with logical axes, in the decoder or the tower."""
+    return NamedSharding(self.mesh, getattr(self, part).spec(*logical))
+
+  def weights(self, declared: Any, part: str = "text") -> Any:
+    """A tree of shardings for a tree of declared weights (with `.axes`)."""
+    return jax.tree.map(
+        lambda w: self.sharding(*w.axes, part=part), declared,
+        is_leaf=lambda w: hasattr(w, "axes"))
+
+  @property
+  def batch_ways(self) -> int:
+    """Into how many parts prompts are split."""
+    return math.prod(self.mesh.shape[axis] for axis in self.text.batch)
+
+
+_current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = (
+    contextvars.ContextVar("sharding", default=None))
+
+
+@contextlib.contextmanager
+def use(mesh: Mesh | None, rules: Rules | None) -> Iterator[None]:
+  """Makes `constrain` work, while a program is traced; None for nothing."""
+  token = _current.set(None if mesh is None else (mesh, rules))
+  try:
+    yield
+  finally:
+    _current.reset(token)
+
+
+def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
+  """Splits x by the rules in use; a dimension that they don't divide is left.
+
+  Args:
+    x: an array.
+    logical: a logical axis per dimension, or None.
+  """
+  current = _current.get()
+  if current is None:
+    return x
+  mesh, rules = current
+  if len(logical) != x.ndim:
+    raise ValueError(f"{logical} for an array of {x.shape}")
+  spec = rules.spec(*logical)
+  ways = lambda part: math.prod(mesh.shape[axis] for axis in part or ())
+  spec = PartitionSpec(*(
+      part if size % ways(part) == 0 else None
+      for part, size in zip(spec, x.shape)))
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
