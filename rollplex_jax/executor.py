@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 from typing import Any
 
@@ -17,6 +17,7 @@ from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement.pools import Pools
+from rollplex_jax.placement.sharding import Placement
 from rollplex_jax.samples import (
   Groups,
   MicroBatch,
@@ -50,6 +51,8 @@ class Settings:
     remat: recompute layers in the backward pass.
     with_entropy: measure entropy.
     trained: names of the parts of the parameters that learn.
+    training, rollout: how these stages lie on the run's mesh, or None on one
+      device.
   """
 
   config: ModelConfig
@@ -60,6 +63,8 @@ class Settings:
   remat: bool = False
   with_entropy: bool = True
   trained: tuple[str, ...] = ("text",)
+  training: Placement | None = None
+  rollout: Placement | None = None
 
 
 class Step:
@@ -74,7 +79,9 @@ class Step:
   def __init__(self, settings: Settings, batch: PromptBatch, policy: Model,
                reference: Model | None, *, num_generations: int, seed: int,
                step: int, several_updates: bool = False,
-               pools: Pools | None = None, timeline: Timeline | None = None):
+               pools: Pools | None = None,
+               to_rollout: Callable[[Params], Params] | None = None,
+               timeline: Timeline | None = None):
     """Nothing runs yet.
 
     Args:
@@ -86,6 +93,8 @@ class Step:
       seed, step: key the sampling.
       several_updates: old log-probs will be needed.
       pools: of a disaggregated run. Units of a pool run in its process only.
+      to_rollout: lays weights out as the rollout reads them, if that isn't how
+        training does.
       timeline: records units if given.
 
     Raises:
@@ -97,12 +106,13 @@ class Step:
     self.store = Store()
     self._timeline = timeline or Timeline("", enabled=False)
     self._pools = pools
+    self._to_rollout = to_rollout
     self._keys = (seed, step, num_generations)
     self.facts = Facts(
         has_media=batch.vision is not None,
         has_reference=reference is not None,
         trains_tower="visual" in settings.trained,
-        scores_policy=several_updates)
+        scores_policy=several_updates, moves_weights=to_rollout is not None)
     num_features = 0 if batch.vision is None else vlm.num_features(
         settings.config, batch.vision)
     fitted, self.fallback = prefix_budget.within_budget(
@@ -126,7 +136,8 @@ class Step:
 
   def score(self, groups: Groups) -> Groups:
     """Adds log-probs under the reference and, if needed, the policy."""
-    micro = micro_batches(groups, self.settings.micro_batch_size)
+    micro = micro_batches(
+        groups, self.settings.micro_batch_size, self.batch)
     plan = schedule.scoring_plan(
         self.settings.schedule, self.facts, [(m.block, m.part) for m in micro])
     if not plan:
@@ -154,7 +165,8 @@ class Step:
       float32 gradients of the trained parts, metrics of these groups, and
       float32 [K, G, R] log-probs before the update.
     """
-    micro = micro_batches(groups, self.settings.micro_batch_size)
+    micro = micro_batches(
+        groups, self.settings.micro_batch_size, self.batch)
     plan = schedule.update_plan(
         self.settings.schedule, self.facts, [(m.block, m.part) for m in micro],
         first=first)
@@ -162,7 +174,8 @@ class Step:
         num_tokens=np.float32(groups.lengths.sum()),
         num_sequences=np.float32(groups.num_samples))
     self._metrics = None
-    self._grads = programs.zeros(self._trained())
+    self._grads = programs.zero_gradients(
+        self._trained(), self.settings.config, place=self.settings.training)
     self._groups = groups
     out = {"logprobs": np.zeros(groups.token_ids.shape, np.float32)}
     self._run(plan, self.store.names(), micro, out)
@@ -211,6 +224,10 @@ class Step:
       return self._get("rollout/weights")
     return (self.policy if unit.model == "policy" else self.reference).params
 
+  def _place(self, unit: Unit) -> Placement | None:
+    return (self.settings.rollout if unit.lane == Lane.ROLLOUT
+            else self.settings.training)
+
   def _version(self, name: str) -> Any:
     """The version at which an artefact has to have been made."""
     if name.endswith("/features"):
@@ -251,18 +268,22 @@ class Step:
   # -- stages ----------------------------------------------------------------
 
   def transfer(self, unit: Unit, item):
-    """The policy as it is now, to the rollout's devices."""
+    """A model as it is now, to the rollout's devices or in its layout."""
     del item
+    (name,) = unit.writes
+    if self._pools is None:
+      return self._put(name, self._to_rollout(self._params(unit)))
     policy = self.policy
     versions = {"text": policy.version, "visual": policy.tower_version}
-    return self._put(unit.writes[0], {
-        name: self._pools.send_weights(name, part, versions[name])
-        for name, part in policy.params.items()})
+    return self._put(name, {
+        part: self._pools.send_weights(part, tree, versions[part])
+        for part, tree in policy.params.items()})
 
   def vision(self, unit: Unit, item):
     del item
     return self._put(unit.writes[0], programs.vision(
-        self._params(unit), self.settings.config, self.batch.vision))
+        self._params(unit), self.settings.config, self.batch.vision,
+        place=self._place(unit)))
 
   def prefix(self, unit: Unit, item):
     """One block's prefixes, or the whole batch's; saved for backward or not."""
@@ -271,7 +292,8 @@ class Step:
       save = self.settings.schedule.save
     kv, saved = programs.prefix_forward(
         self._params(unit)["text"], self.settings.config,
-        self._prompts(item), self._features(unit), save)
+        self._prompts(item), self._features(unit), save,
+        place=self._place(unit))
     for name, value in zip(unit.writes, (kv, _offload(saved, save))):
       self._put(name, value)
     return kv
@@ -281,20 +303,23 @@ class Step:
     return self._put("completions", programs.decode(
         self._params(unit), self.settings.config, self.settings.sampling,
         jax.device_put(self.batch.inputs), self._get(unit.reads[0]),
-        self._sample_keys()))
+        self._sample_keys(), place=self._place(unit)))
 
   def window(self, unit: Unit, item):
     """Decoding with prefix work beside it; see `stages/window.py`."""
     del item
     s = self.settings
     wants = lambda model: f"{model}/kv" in unit.writes
-    text = self.policy.params["text"]
-    reference = self.reference.params["text"] if wants("reference") else None
+    text, reference = self._params(unit)["text"], None
+    if wants("reference"):
+      reference = self.reference.params["text"]
+      if "reference/weights" in unit.reads:
+        reference = self._get("reference/weights")["text"]
     b, p = self.batch.inputs.token_ids.shape
-    artifacts = window_lib.allocate(
+    artifacts = programs.allocate_window(
         s.config.text, b, p, text["embed"].dtype, policy=wants("policy"),
         layer_inputs=s.schedule.save != SavePolicy.NOTHING,
-        reference=wants("reference"))
+        reference=wants("reference"), place=s.rollout)
     features = {name: self._get(name) for name in unit.reads
                 if name.endswith("/features")}
     own = features.get("policy/features")
@@ -305,8 +330,10 @@ class Step:
         text, reference, s.config, s.sampling,
         window_lib.WindowConfig(unit=unit_shape),
         jax.device_put(self.batch.inputs), self._get("rollout/kv"), own,
-        theirs, self._sample_keys(), artifacts)
+        theirs, self._sample_keys(), artifacts, place=s.rollout)
     self._put("completions", done)
+    if self._to_rollout is not None:
+      artifacts = programs.reshard_artifacts(artifacts, place=s.training)
     if artifacts.reference is not None:
       self._put("reference/kv", artifacts.reference.kv)
     if artifacts.policy is not None:
@@ -326,6 +353,8 @@ class Step:
       return
     turns = jax.device_get(jax.block_until_ready((done, turns))[1])
     end = self._timeline.now()
+    # Parts of the batch have loops of their own: the longest counts.
+    turns = jax.tree.map(np.max, turns)
     parts = [  # In the order in which the loops run.
         ("policy", turns.with_policy, True),
         ("reference", turns.with_reference, True),
@@ -353,13 +382,15 @@ class Step:
   def score_full(self, unit: Unit, item: MicroBatch):
     logprobs = programs.score_full(
         self._params(unit), self.settings.config, self._prompts(item),
-        self._features(unit), item.responses, self._temperature)
+        self._features(unit), item.responses, self._temperature,
+        place=self._place(unit))
     item.place(self._out[unit.writes[0]], logprobs)
 
   def score_suffix(self, unit: Unit, item: MicroBatch):
     logprobs = programs.score_suffix(
         self._params(unit), self.settings.config, self._prompts(item),
-        *self._prefix_of(unit, item), item.responses, self._temperature)
+        *self._prefix_of(unit, item), item.responses, self._temperature,
+        place=self._place(unit))
     item.place(self._out[unit.writes[0]], logprobs)
 
   def gradient_full(self, unit: Unit, item: MicroBatch):
@@ -372,7 +403,7 @@ class Step:
         self._trained(), self._frozen(), self._grads, s.config, s.objective,
         prompts, self._features(unit), vision, item.responses, item.advantages,
         item.old_logprobs, item.ref_logprobs, self._normalizers,
-        self._temperature, s.remat, s.with_entropy)
+        self._temperature, s.remat, s.with_entropy, place=s.training)
     self._record(item, metrics, logprobs)
 
   def gradient_suffix(self, unit: Unit, item: MicroBatch):
@@ -381,14 +412,14 @@ class Step:
     name = next(n for n in unit.writes if n.startswith("kv_grads"))
     whole = name == "kv_grads"  # Of all prompts, not of a block.
     if name not in self.store.names():
-      self._put(name, programs.zeros_of_rows(
-          kv, len(self.batch.inputs.lengths) if whole else len(item.rows)))
+      count = len(self.batch.inputs.lengths) if whole else len(item.rows)
+      self._put(name, programs.zero_kv_gradients(kv, count, place=s.training))
     text, kv_grads, metrics, logprobs = programs.gradient_suffix(
         self._trained(), self._frozen(), self._grads["text"], self._get(name),
         item.rows if whole else None, s.config, s.objective,
         self._prompts(item), kv, rows, item.responses, item.advantages,
         item.old_logprobs, item.ref_logprobs, self._normalizers,
-        self._temperature, s.remat, s.with_entropy)
+        self._temperature, s.remat, s.with_entropy, place=s.training)
     self._grads["text"] = text
     self._put(name, kv_grads)
     self._record(item, metrics, logprobs)
@@ -403,31 +434,36 @@ class Step:
     feature_grads = None
     if "feature_grads" in unit.writes:
       if "feature_grads" not in self.store.names():
-        self._put("feature_grads", programs.zeros(self._features(unit)))
+        self._put("feature_grads", programs.zero_feature_gradients(
+            self._features(unit), place=s.training))
       feature_grads = self._get("feature_grads")
     self._grads["text"], feature_grads = programs.prefix_backward(
         self.policy.params["text"], self._grads["text"], feature_grads,
         s.config, self._prompts(item), self._features(unit), save, saved,
-        self._get(grads_name), item.rows if picks else None)
+        self._get(grads_name), item.rows if picks else None, place=s.training)
     if feature_grads is not None:
       self._put("feature_grads", feature_grads)
     return self._grads["text"]
 
   def vision_backward(self, unit: Unit, item):
-    """The tower's gradient, on the patches of just the mini-batch's prompts."""
+    """The tower's gradient, on the patches of just the mini-batch's prompts.
+
+    A batch that is split over devices stays whole: mini-batches would be cut
+    out of it unevenly, and gradients of other prompts' features are zero.
+    """
     del item
-    config = self.settings.config
-    rows = self._groups.rows
-    index = self.batch.inputs.feature_index[rows]
-    used = index[index >= 0]
-    own = own_batch(config, self.batch, rows)
-    unit_size = config.vision.spatial_merge_size ** 2
-    size = own.vision.patches.shape[0] // unit_size
-    grads = self._get("feature_grads")[used]
-    grads = jnp.pad(grads, ((0, size - len(used)), (0, 0)))
-    self._grads["visual"] = jax.tree.map(
-        jnp.add, self._grads["visual"], programs.vision_backward(
-            self.policy.params["visual"], config, own.vision, grads))
+    s = self.settings
+    vision = self.batch.vision
+    index = np.arange(vlm.num_features(s.config, vision), dtype=np.int32)
+    if self.batch.parts == 1:
+      rows = self._groups.rows
+      used = self.batch.inputs.feature_index[rows]
+      vision = own_batch(s.config, self.batch, rows).vision
+      index = np.full(vlm.num_features(s.config, vision), -1, np.int32)
+      index[:(used >= 0).sum()] = used[used >= 0]
+    self._grads["visual"] = programs.vision_backward(
+        self.policy.params["visual"], self._grads["visual"], s.config, vision,
+        self._get("feature_grads"), index, place=s.training)
     return self._grads["visual"]
 
   @property
@@ -455,12 +491,12 @@ _STAGES = {
 }
 
 
-def features_of(params: Params, config: ModelConfig,
-                batch: PromptBatch) -> jax.Array | None:
+def features_of(params: Params, config: ModelConfig, batch: PromptBatch,
+                place: Placement | None = None) -> jax.Array | None:
   """Merged vision features of a batch, or None where it has no media."""
   if batch.vision is None:
     return None
-  return programs.vision(params, config, batch.vision)
+  return programs.vision(params, config, batch.vision, place=place)
 
 
 def score_groups(params: Params, config: ModelConfig, batch: PromptBatch,
@@ -469,7 +505,7 @@ def score_groups(params: Params, config: ModelConfig, batch: PromptBatch,
   """float32 [K, G, R] log-probs over whole sequences, zero past the ends."""
   features = features_of(params, config, batch)
   out = np.zeros(groups.token_ids.shape, np.float32)
-  for item in micro_batches(groups, micro_batch_size):
+  for item in micro_batches(groups, micro_batch_size, batch):
     item.place(out, programs.score_full(
         params, config, batching.take_rows(batch.inputs, item.rows), features,
         item.responses, temperature))
@@ -478,22 +514,22 @@ def score_groups(params: Params, config: ModelConfig, batch: PromptBatch,
 
 def supervised_gradient(
     trained: Params, frozen: Params, config: ModelConfig, batch: PromptBatch,
-    groups: Groups, *, micro_batch_size: int,
-    remat: bool) -> tuple[Params, jax.Array]:
+    groups: Groups, *, micro_batch_size: int, remat: bool,
+    place: Placement | None = None) -> tuple[Params, jax.Array]:
   """Gradient and value of the mean negative log-prob of response tokens."""
   num_tokens = np.float32(max(groups.lengths.sum(), 1))
-  grads, loss = programs.zeros(trained), 0.0
+  grads, loss = programs.zero_gradients(trained, config, place=place), 0.0
   features = None
   if "visual" not in trained:
-    features = features_of({**frozen, **trained}, config, batch)
-  for item in micro_batches(groups, micro_batch_size):
+    features = features_of({**frozen, **trained}, config, batch, place)
+  for item in micro_batches(groups, micro_batch_size, batch):
     prompts, vision = batching.take_rows(batch.inputs, item.rows), None
     if "visual" in trained:
       own = own_batch(config, batch, item.rows)
       prompts, vision = own.inputs, own.vision
     grads, new = programs.gradient_supervised(
         trained, frozen, grads, config, prompts, features, vision,
-        item.responses, num_tokens, remat)
+        item.responses, num_tokens, remat, place=place)
     loss += new
   return grads, loss
 

@@ -1,14 +1,28 @@
-"""The compiled programs of a step: stages under jit, with donated buffers."""
+"""The compiled programs of a step: stages under jit, with donated buffers.
+
+Each takes `place`, the stage's sharding rules on the run's mesh, or None on one
+device. Arguments come in with their shardings; the rules say how activations
+and results lie.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from rollplex_jax.models import vlm
-from rollplex_jax.stages import full_sequence, objectives, prefix, response
+from rollplex_jax.placement import sharding
+from rollplex_jax.placement.sharding import Placement
+from rollplex_jax.stages import (
+  full_sequence,
+  objectives,
+  prefix,
+  prefix_units,
+  response,
+)
 from rollplex_jax.stages import rollout as rollout_lib
 from rollplex_jax.stages import window as window_lib
 from rollplex_jax.stages.full_sequence import Responses
@@ -16,103 +30,187 @@ from rollplex_jax.stages.prefix import SavePolicy
 from rollplex_jax.stages.response import GroupResponses
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def vision(params, config, inputs) -> jax.Array:
+def _placed(f):
+  """f, traced under the rules of its argument `place`."""
+
+  @functools.wraps(f)
+  def run(*args, place: Placement | None = None, **kwargs):
+    mesh, rules = (None, None) if place is None else (place.mesh, place.text)
+    with sharding.use(mesh, rules):
+      return f(*args, place=place, **kwargs)
+
+  return run
+
+
+@functools.partial(jax.jit, static_argnames=("config", "place"))
+@_placed
+def vision(params, config, inputs, *, place=None) -> jax.Array:
   """Merged features of a batch's media."""
+  del place
   return vlm.vision_features(params, config, inputs)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def vision_backward(visual, config, inputs, feature_grads):
-  """float32 gradient of the tower from that of its features."""
+@functools.partial(jax.jit, static_argnames=("config", "place"),
+                   donate_argnames="grads")
+@_placed
+def vision_backward(visual, grads, config, inputs, feature_grads, index, *,
+                    place=None):
+  """Adds the tower's gradient, from that of a batch's features.
+
+  `index` picks the rows of `feature_grads` that are those of `inputs`; -1 for
+  rows of padding.
+  """
+  taken = sharding.take_local(feature_grads, index)
+  taken = jnp.where(index[:, None] >= 0, taken, 0.0)
   _, pull = jax.vjp(
       lambda v: vlm.vision_features({"visual": v}, config, inputs), visual)
-  return _float32(pull(feature_grads.astype(visual["patch_embed"].dtype))[0])
+  new = _float32(pull(taken.astype(visual["patch_embed"].dtype))[0])
+  return _add({"visual": grads}, {"visual": new}, config, place)["visual"]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "save"))
-def prefix_forward(text, config, prompts, features, save=SavePolicy.NOTHING):
+@functools.partial(jax.jit, static_argnames=("config", "save", "place"))
+@_placed
+def prefix_forward(text, config, prompts, features, save=SavePolicy.NOTHING, *,
+                   place=None):
   """`prefix.prefix_forward`, compiled."""
+  del place
   return prefix.prefix_forward(text, config, prompts, features, save)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "save"),
+@functools.partial(jax.jit, static_argnames=("config", "save", "place"),
                    donate_argnames=("grads", "feature_grads"))
+@_placed
 def prefix_backward(text, grads, feature_grads, config, prompts, features,
-                    save, saved, kv_grads, rows):
+                    save, saved, kv_grads, rows, *, place=None):
   """Adds the gradients of a block's prefixes.
 
   `rows` picks the block's rows of what was saved for a whole batch; None where
   it was saved for the block alone. `feature_grads` is None for a frozen tower.
   """
-  if rows is not None:
-    saved = jax.tree.map(lambda a: a[rows], saved)
+  saved = _rows(saved, rows)
   new, new_features = prefix.prefix_backward(
       text, config, prompts, features, save, saved, kv_grads)
-  grads = jax.tree.map(jnp.add, grads, new)
+  grads = _add({"text": grads}, {"text": new}, config, place)["text"]
   if feature_grads is not None:
-    feature_grads = feature_grads + new_features
+    feature_grads = sharding.constrain(
+        feature_grads + new_features, "batch", None)
   return grads, feature_grads
 
 
-@functools.partial(jax.jit, static_argnames=("config", "sampling"))
-def decode(params, config, sampling, prompts, kv, keys):
+@functools.partial(jax.jit, static_argnames=("config", "sampling", "place"))
+@_placed
+def decode(params, config, sampling, prompts, kv, keys, *, place=None):
   """`rollout.decode`, compiled."""
+  del place
   return rollout_lib.decode(params, config, sampling, prompts, kv, keys)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "sampling", "window"),
+    jax.jit, static_argnames=("config", "sampling", "window", "place"),
     donate_argnames="artifacts")
+@_placed
 def decode_window(policy, reference, config, sampling, window, prompts, kv,
-                  features, reference_features, keys, artifacts):
+                  features, reference_features, keys, artifacts, *, place=None):
   """`window.run_window`, compiled, into donated buffers."""
-  return window_lib.run_window(
-      policy, reference, config, sampling, window, prompts, kv, features,
-      reference_features, keys, artifacts)
+  run = functools.partial(window_lib.run_window, policy, reference, config,
+                          sampling, window)
+  if place is not None and window_lib.can_shard(place):
+    run = functools.partial(window_lib.shard_window(
+        place, config, sampling, window), policy, reference)
+  return run(prompts, kv, features, reference_features, keys, artifacts)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "temperature"))
+@functools.partial(jax.jit, static_argnames=(
+    "config", "num_prompts", "length", "dtype", "policy", "layer_inputs",
+    "reference", "place"))
+@_placed
+def allocate_window(config, num_prompts, length, dtype, *, policy, layer_inputs,
+                    reference, place=None):
+  """`window.allocate`, each buffer where the window has it."""
+  del place
+  return _constrain_artifacts(window_lib.allocate(
+      config, num_prompts, length, dtype, policy=policy,
+      layer_inputs=layer_inputs, reference=reference))
+
+
+@functools.partial(jax.jit, static_argnames="place",
+                   donate_argnames="artifacts")
+@_placed
+def reshard_artifacts(artifacts, *, place):
+  """A window's artefacts as training reads them."""
+  del place
+  return _constrain_artifacts(artifacts)
+
+
+def _constrain_artifacts(artifacts):
+  inputs = lambda a: sharding.constrain(a, "batch", None, "saved")
+  return jax.tree.map(
+      lambda b: dataclasses.replace(
+          b, kv=_constrain_kv(b.kv),
+          layer_inputs=jax.tree.map(inputs, b.layer_inputs)),
+      artifacts, is_leaf=lambda b: isinstance(b, prefix_units.Buffers))
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "temperature", "place"))
+@_placed
 def score_full(params, config, prompts, features, responses: GroupResponses,
-               temperature):
+               temperature, *, place=None):
   """float32 [b, g, W] log-probs over whole sequences, zero past the ends."""
+  del place
   logprobs, _ = full_sequence.response_logprobs(
       params, config, prompts, features, _flat(responses),
       temperature=temperature)
   return logprobs.reshape(responses.token_ids.shape) * responses.mask
 
 
-@functools.partial(jax.jit, static_argnames=("config", "temperature"))
+@functools.partial(
+    jax.jit, static_argnames=("config", "temperature", "place"))
+@_placed
 def score_suffix(params, config, prompts, kv, rows,
-                 responses: GroupResponses, temperature):
+                 responses: GroupResponses, temperature, *, place=None):
   """float32 [b, g, W] log-probs from prefixes, zero past the ends."""
+  del place
   logprobs, _ = response.response_logprobs(
       params, config, prompts, _rows(kv, rows), responses,
       temperature=temperature)
   return logprobs * responses.mask
 
 
-@jax.jit
-def zeros(tree):
-  """float32 zeros like a tree of arrays."""
-  return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree)
+@functools.partial(jax.jit, static_argnames=("config", "place"))
+def zero_gradients(params, config, *, place=None):
+  """float32 zeros like parts of the parameters, laid out as `_add` does."""
+  zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), params)
+  return _add(zeros, zeros, config, place)
 
 
-@functools.partial(jax.jit, static_argnames="count")
-def zeros_of_rows(kv, count):
+@functools.partial(jax.jit, static_argnames="place")
+@_placed
+def zero_feature_gradients(features, *, place=None):
+  """float32 zeros like merged features."""
+  del place
+  return sharding.constrain(
+      jnp.zeros(features.shape, jnp.float32), "batch", None)
+
+
+@functools.partial(jax.jit, static_argnames=("count", "place"))
+@_placed
+def zero_kv_gradients(kv, count, *, place=None):
   """float32 zeros for the gradients of `count` rows of keys and values."""
-  return jax.tree.map(
-      lambda a: jnp.zeros((count, *a.shape[1:]), jnp.float32), kv)
+  del place
+  return _constrain_kv(jax.tree.map(
+      lambda a: jnp.zeros((count, *a.shape[1:]), jnp.float32), kv))
 
 
 @functools.partial(
     jax.jit, donate_argnames="grads",
     static_argnames=("config", "objective", "temperature", "remat",
-                     "with_entropy"))
+                     "with_entropy", "place"))
+@_placed
 def gradient_full(
     trained, frozen, grads, config, objective, prompts, features, vision,
     responses, advantages, old_logprobs, ref_logprobs, normalizers,
-    temperature, remat, with_entropy):
+    temperature, remat, with_entropy, *, place=None):
   """Adds one micro-batch's gradient over whole sequences.
 
   Returns:
@@ -123,17 +221,18 @@ def gradient_full(
   (_, (metrics, logprobs)), new = full_sequence.loss_and_grad(
       trained, frozen, config, prompts, features, vision, _flat(responses),
       loss_fn, temperature=temperature, remat=remat, with_entropy=with_entropy)
-  return jax.tree.map(jnp.add, grads, new), metrics, logprobs
+  return _add(grads, new, config, place), metrics, logprobs
 
 
 @functools.partial(
     jax.jit, donate_argnames=("grads", "kv_grads"),
     static_argnames=("config", "objective", "temperature", "remat",
-                     "with_entropy"))
+                     "with_entropy", "place"))
+@_placed
 def gradient_suffix(
     trained, frozen, grads, kv_grads, grad_rows, config, objective, prompts, kv,
     rows, responses, advantages, old_logprobs, ref_logprobs, normalizers,
-    temperature, remat, with_entropy):
+    temperature, remat, with_entropy, *, place=None):
   """Adds one micro-batch's gradient of suffix and of prefix keys and values.
 
   `rows` picks the micro-batch's prompts in `kv`, `grad_rows` in `kv_grads`;
@@ -148,19 +247,21 @@ def gradient_suffix(
   (_, (metrics, logprobs)), new, new_kv = response.loss_and_grad(
       trained, frozen, config, prompts, _rows(kv, rows), responses, loss_fn,
       temperature=temperature, remat=remat, with_entropy=with_entropy)
-  grads = jax.tree.map(jnp.add, grads, new)
+  grads = _add({"text": grads}, {"text": new}, config, place)["text"]
   if grad_rows is None:
     kv_grads = jax.tree.map(jnp.add, kv_grads, new_kv)
   else:
     kv_grads = jax.tree.map(
-        lambda a, g: a.at[grad_rows].add(g), kv_grads, new_kv)
-  return grads, kv_grads, metrics, logprobs
+        lambda a, g: sharding.add_local(a, grad_rows, g), kv_grads, new_kv)
+  return grads, _constrain_kv(kv_grads), metrics, logprobs
 
 
 @functools.partial(
-    jax.jit, donate_argnames="grads", static_argnames=("config", "remat"))
+    jax.jit, donate_argnames="grads",
+    static_argnames=("config", "remat", "place"))
+@_placed
 def gradient_supervised(trained, frozen, grads, config, prompts, features,
-                        vision, responses, num_tokens, remat):
+                        vision, responses, num_tokens, remat, *, place=None):
   """Adds one micro-batch of -log p(response) / num_tokens to the gradient."""
   flat = _flat(responses)
 
@@ -170,7 +271,7 @@ def gradient_supervised(trained, frozen, grads, config, prompts, features,
   (loss, _), new = full_sequence.loss_and_grad(
       trained, frozen, config, prompts, features, vision, flat, loss_fn,
       remat=remat)
-  return jax.tree.map(jnp.add, grads, new), loss
+  return _add(grads, new, config, place), loss
 
 
 def _policy_loss(responses, advantages, old_logprobs, ref_logprobs, objective,
@@ -200,7 +301,28 @@ def _flat(responses: GroupResponses) -> Responses:
 
 
 def _rows(kv, rows):
-  return kv if rows is None else jax.tree.map(lambda a: a[rows], kv)
+  if rows is None:
+    return kv
+  return jax.tree.map(lambda a: sharding.take_local(a, rows), kv)
+
+
+def _constrain_kv(kv):
+  return jax.tree.map(
+      lambda a: sharding.constrain(a, "batch", "kv_heads", None, None), kv)
+
+
+def _add(grads, new, config, place):
+  """The sum of gradients by part, laid out like the master weights.
+
+  Sharded over all devices: what is added is reduced and scattered.
+  """
+  grads = jax.tree.map(jnp.add, grads, new)
+  if place is None:
+    return grads
+  declared = {part: w for part, w in vlm.weights(config).items()
+              if part in grads}
+  return jax.tree.map(
+      jax.lax.with_sharding_constraint, grads, place.master(declared))
 
 
 def _float32(tree):

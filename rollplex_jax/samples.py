@@ -10,6 +10,8 @@ import numpy as np
 
 from rollplex_jax.data import batching
 from rollplex_jax.data.processor import Prompt
+from rollplex_jax.errors import InputError
+from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.inputs import PromptInputs, VisionInputs
 from rollplex_jax.stages.response import GroupResponses
@@ -27,21 +29,33 @@ class PromptBatch:
     prompts: B prompts as processed.
     inputs: the same, padded.
     vision: their packed patches, or None without media.
+    parts: into how many parts the batch is split over devices, row after row.
   """
 
   prompts: Sequence[Prompt]
   inputs: PromptInputs
   vision: VisionInputs | None
+  parts: int = 1
 
 
 def make_batch(config: ModelConfig, prompts: Sequence[Prompt],
                row_ids: Sequence[int], num_rows: int | None = None,
-               length: int | None = None) -> PromptBatch:
-  """Pads prompts and packs their patches."""
-  return PromptBatch(
-      prompts,
-      batching.stack_prompts(prompts, row_ids, num_rows, length),
-      batching.pack_vision(prompts, config.vision))
+               length: int | None = None, parts: int = 1) -> PromptBatch:
+  """Pads prompts and packs their patches.
+
+  Raises:
+    InputError: if the prompts do not divide by `parts`.
+  """
+  if parts > 1 and len(prompts) % parts:
+    raise InputError(f"{len(prompts)} prompts do not divide by the {parts} "
+                     "parts into which the mesh splits a batch")
+  vision = batching.pack_vision(prompts, config.vision, parts)
+  part_features = 0
+  if vision is not None and parts > 1:
+    part_features = vlm.num_features(config, vision) // parts
+  inputs = batching.stack_prompts(
+      prompts, row_ids, num_rows, length, parts, part_features)
+  return PromptBatch(prompts, inputs, vision, parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +105,15 @@ class MicroBatch:
   """The samples of one pass: g samples of each of b groups.
 
   A micro-batch smaller than a group splits it; a larger one holds whole groups.
-  All of a mini-batch's have one shape: the last is filled up with repeated
-  prompts and empty samples.
+  All of a mini-batch's have one shape: what is missing is filled up with
+  repeated prompts and empty samples. Where the batch is split over devices, a
+  micro-batch has as many groups of each part, part after part.
 
   Attributes:
     block: which groups: passes of one block share their prefixes.
     part: which of their samples.
     groups: int [<= b], numbers of the real groups.
+    slots: int [<= b], where those stand in the micro-batch.
     samples: slice of the real samples.
     rows: int32 [b], rows of the step's batch.
     responses: numpy `GroupResponses` of [b, g, W].
@@ -108,6 +124,7 @@ class MicroBatch:
   block: int
   part: int
   groups: np.ndarray
+  slots: np.ndarray
   samples: slice
   rows: np.ndarray
   responses: GroupResponses
@@ -120,38 +137,65 @@ class MicroBatch:
     values = np.asarray(values)
     count = self.samples.stop - self.samples.start
     width = values.shape[-1]
-    out[self.groups, self.samples, :width] = values[:len(self.groups), :count]
+    out[self.groups, self.samples, :width] = values[self.slots, :count]
 
 
-def micro_batches(groups: Groups, size: int) -> list[MicroBatch]:
+def micro_batches(groups: Groups, size: int,
+                  batch: PromptBatch | None = None) -> list[MicroBatch]:
   """Cuts groups into passes of at most `size` samples; 0 for one pass.
 
   Responses are cut to the bucket of the longest among them, so the rollout's
   length limit costs nothing here.
+
+  Args:
+    groups: of a mini-batch.
+    size: samples of a pass, on all devices together.
+    batch: of the step, where it is split over devices.
+
+  Raises:
+    InputError: if a pass can't have samples of every part of the batch.
   """
   k, g, r = groups.token_ids.shape
-  size = size or _power_of_two(k) * g
-  b = min(max(size // g, 1), _power_of_two(k))
+  parts = 1 if batch is None else batch.parts
+  if size % parts:
+    raise InputError(f"micro_batch_size={size}: expected a multiple of the "
+                     f"{parts} parts into which the mesh splits a batch")
+  by_part = [np.arange(k)]
+  if parts > 1:
+    rows_of_part = len(batch.inputs.lengths) // parts
+    by_part = [np.flatnonzero(groups.rows // rows_of_part == part)
+               for part in range(parts)]
+  most = _power_of_two(max(map(len, by_part)))
+  size = size // parts or most * g  # Of one part, from here on.
+  b = min(max(size // g, 1), most)
   per_part = min(size, g)
   longest = int(groups.lengths.max(initial=1))
   width = min(batching.bucket(longest, _SHORT_RESPONSE), r)
   out = []
-  for block, start in enumerate(range(0, k, b)):
-    numbers = np.arange(start, min(start + b, k))
-    rows = np.pad(groups.rows[numbers], (0, b - len(numbers)), mode="edge")
+  for block, start in enumerate(range(0, max(map(len, by_part)), b)):
+    held = [numbers[start:start + b] for numbers in by_part]
+    numbers = np.concatenate(held)
+    slots = np.concatenate([
+        part * b + np.arange(len(own)) for part, own in enumerate(held)])
+    rows = np.concatenate([
+        np.pad(groups.rows[own], (0, b - len(own)), mode="edge") if len(own)
+        else np.full(b, part * rows_of_part, np.int32)
+        for part, own in enumerate(held)]).astype(np.int32)
     for part, first in enumerate(range(0, g, per_part)):
       samples = slice(first, min(first + per_part, g))
 
-      def cut(a, numbers=numbers, samples=samples):
+      def cut(a, numbers=numbers, slots=slots, samples=samples):
         if a is None:
           return None
         a = a[numbers, samples]
         a = a[..., :width] if a.ndim == 3 else a
-        fill = [(0, b - a.shape[0]), (0, per_part - a.shape[1])]
-        return np.pad(a, fill + [(0, 0)] * (a.ndim - 2))
+        filled = np.zeros((parts * b, per_part, *a.shape[2:]), a.dtype)
+        filled[slots, :a.shape[1]] = a
+        return filled
 
       out.append(MicroBatch(
-          block=block, part=part, groups=numbers, samples=samples, rows=rows,
+          block=block, part=part, groups=numbers, slots=slots, samples=samples,
+          rows=rows,
           responses=GroupResponses(cut(groups.token_ids), cut(groups.lengths)),
           advantages=cut(groups.advantages),
           old_logprobs=cut(groups.old_logprobs),
@@ -163,13 +207,14 @@ def own_batch(config: ModelConfig, batch: PromptBatch,
               rows: np.ndarray) -> PromptBatch:
   """Some rows as a batch of their own, with just their patches.
 
-  Feature indices then count through those patches' features.
+  Feature indices then count through those patches' features. Of a batch that is
+  split over devices, `rows` must be as many of each part, part after part.
   """
   if np.array_equal(rows, np.arange(len(batch.inputs.lengths))):
     return batch
   prompts = [batch.prompts[i] for i in rows]
   return make_batch(config, prompts, batch.inputs.row_ids[rows],
-                    length=batch.inputs.token_ids.shape[1])
+                    length=batch.inputs.token_ids.shape[1], parts=batch.parts)
 
 
 def _power_of_two(count: int) -> int:

@@ -154,12 +154,14 @@ class Facts:
     has_reference: a reference model is scored.
     trains_tower: the vision tower learns (then the reference has its own).
     scores_policy: old log-probs are needed, for there are several updates.
+    moves_weights: the rollout reads weights in another layout than training.
   """
 
   has_media: bool
   has_reference: bool
   trains_tower: bool
   scores_policy: bool
+  moves_weights: bool = False
 
 
 def rollout_plan(config: ScheduleConfig, facts: Facts) -> list[Unit]:
@@ -168,27 +170,38 @@ def rollout_plan(config: ScheduleConfig, facts: Facts) -> list[Unit]:
     return _apart(facts)
   plan = [*_vision("policy", facts, Lane.ROLLOUT)]
   features = _features("policy", facts)
+  model, weights = "policy", ()
+  if facts.moves_weights:
+    model, weights = "rollout", ("rollout/weights",)
+    plan.append(Unit(
+        stage=Stage.TRANSFER, lane=Lane.ROLLOUT, writes=weights))
   rollplex = config.name == ScheduleName.ROLLPLEX
   from_rollout = rollplex and config.prefix_source == PrefixSource.ROLLOUT
   plan.append(Unit(
-      stage=Stage.PREFIX, lane=Lane.ROLLOUT, reads=features,
+      stage=Stage.PREFIX, lane=Lane.ROLLOUT, model=model,
+      reads=features + weights,
       writes=("rollout/kv", *(("policy/saved",) if from_rollout else ()))))
   in_window = []
+  reads = ("rollout/kv", *features, *weights)
   if rollplex and facts.has_reference:
     if facts.trains_tower:
       plan += _vision("reference", facts, Lane.REFERENCE)
+    if facts.moves_weights:
+      plan.append(Unit(
+          stage=Stage.TRANSFER, lane=Lane.REFERENCE, model="reference",
+          writes=("reference/weights",)))
+      reads += ("reference/weights",)
     in_window.append("reference/kv")
   if rollplex and not from_rollout:
     in_window += ["policy/kv", "policy/saved"]
-  reads = ("rollout/kv", *features)
   if in_window:
     if facts.has_reference:
       reads = tuple(dict.fromkeys(reads + _features("reference", facts)))
-    plan.append(Unit(stage=Stage.WINDOW, lane=Lane.ROLLOUT, reads=reads,
-                     writes=("completions", *in_window)))
+    plan.append(Unit(stage=Stage.WINDOW, lane=Lane.ROLLOUT, model=model,
+                     reads=reads, writes=("completions", *in_window)))
   else:
-    plan.append(Unit(stage=Stage.DECODE, lane=Lane.ROLLOUT, reads=reads[:1],
-                     writes=("completions",)))
+    plan.append(Unit(stage=Stage.DECODE, lane=Lane.ROLLOUT, model=model,
+                     reads=("rollout/kv", *weights), writes=("completions",)))
   return plan
 
 
@@ -199,7 +212,7 @@ def kept_after_rollout(config: ScheduleConfig,
   if config.name == ScheduleName.ROLLPLEX:
     if config.prefix_source == PrefixSource.WINDOW:
       made.discard("rollout/kv")
-    return made
+    return made - {"rollout/weights", "reference/weights"}
   return made & {"completions", "policy/features"}
 
 

@@ -8,7 +8,12 @@ import numpy as np
 
 from rollplex_jax.data.processor import Prompt
 from rollplex_jax.models.config import VisionConfig
-from rollplex_jax.models.inputs import PromptInputs, VisionInputs, plan_vision
+from rollplex_jax.models.inputs import (
+  PromptInputs,
+  VisionInputs,
+  plan_vision,
+  stack_parts,
+)
 from rollplex_jax.models.positions import next_position
 
 
@@ -24,8 +29,8 @@ def bucket(size: int, smallest: int = 4) -> int:
 
 
 def stack_prompts(prompts: Sequence[Prompt], row_ids: Sequence[int],
-                  num_rows: int | None = None,
-                  length: int | None = None) -> PromptInputs:
+                  num_rows: int | None = None, length: int | None = None,
+                  parts: int = 1, part_features: int = 0) -> PromptInputs:
   """Pads prompts to one rectangle.
 
   Feature indices are shifted to count through the media of the whole batch, in
@@ -36,6 +41,8 @@ def stack_prompts(prompts: Sequence[Prompt], row_ids: Sequence[int],
     row_ids: their identities, which key sampling.
     num_rows: rows of the result; empty rows of length 0 fill it up.
     length: padded length P; the bucket of the longest prompt if None.
+    parts: into how many parts media are packed; it must divide the rows.
+    part_features: merged features of each part, with its padding.
 
   Returns:
     Numpy `PromptInputs`.
@@ -52,6 +59,8 @@ def stack_prompts(prompts: Sequence[Prompt], row_ids: Sequence[int],
   )
   offset = 0
   for b, (prompt, row_id) in enumerate(zip(prompts, row_ids, strict=True)):
+    if parts > 1 and b % (num_rows // parts) == 0:
+      offset = b // (num_rows // parts) * part_features
     t = len(prompt.token_ids)
     index = prompt.feature_index
     out.token_ids[b, :t] = prompt.token_ids
@@ -64,11 +73,19 @@ def stack_prompts(prompts: Sequence[Prompt], row_ids: Sequence[int],
   return out
 
 
-def pack_vision(prompts: Sequence[Prompt],
-                config: VisionConfig | None) -> VisionInputs | None:
-  """Packs the media of a batch, or None where there are none."""
+def pack_vision(prompts: Sequence[Prompt], config: VisionConfig | None,
+                parts: int = 1) -> VisionInputs | None:
+  """Packs the media of a batch, or None where there are none.
+
+  `parts` packs those of so many equal parts of the batch, each on its own.
+  """
   if config is None or not any(len(p.grids) for p in prompts):
     return None
+  if parts > 1:
+    size = len(prompts) // parts
+    return stack_parts([
+        pack_vision(prompts[i * size:(i + 1) * size], config)
+        for i in range(parts)])
   unit = config.spatial_merge_size ** 2
   return plan_vision(
       np.concatenate([p.patches for p in prompts]),

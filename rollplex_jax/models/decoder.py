@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from rollplex_jax.models import layers
 from rollplex_jax.models.config import TextConfig
 from rollplex_jax.models.weights import Init, Params, Weight
+from rollplex_jax.placement import sharding
 
 Rope = tuple[jax.Array, jax.Array]  # cos and sin, [B, T, h] each.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -99,7 +100,7 @@ def embed(params: Params, token_ids: jax.Array, features=None,
   x = _look_up(params["embed"], token_ids, axis)
   if features is None:
     return x
-  seen = features[jnp.maximum(feature_index, 0)].astype(x.dtype)
+  seen = sharding.take_local(features, feature_index).astype(x.dtype)
   return jnp.where((feature_index >= 0)[..., None], seen, x)
 
 
@@ -146,12 +147,14 @@ def project_qkv(w: Params, config: TextConfig, x: jax.Array, angles: Rope,
   y = layers.rms_norm(x, w["attn_norm"], config.rms_norm_eps)
   cos, sin = (a.astype(x.dtype) for a in angles)
 
-  def split(name, y):
+  def split(name, y, axis):
     z = layers.dense_out_in(y, w[name], w[f"{name}_bias"])
-    return z.reshape(*z.shape[:-1], -1, config.head_dim)
+    z = z.reshape(*z.shape[:-1], -1, config.head_dim)
+    return sharding.constrain(z, "batch", *[None] * (z.ndim - 3), axis, None)
 
   cut = lambda a: a[:, :num_queries]
-  q, k, v = split("q", cut(y)), split("k", y), split("v", y)
+  q = split("q", cut(y), "heads")
+  k, v = split("k", y, "kv_heads"), split("v", y, "kv_heads")
   return layers.rotate(q, cut(cos), cut(sin)), layers.rotate(k, cos, sin), v
 
 
@@ -175,9 +178,10 @@ def mlp_half(w: Params, config: TextConfig, x: jax.Array) -> jax.Array:
 def layer(w: Params, config: TextConfig, x: jax.Array, angles: Rope,
           attend: Attend, *, axis: Axis = None):
   """One decoder layer: x [B, T, D] -> (x [B, T, D], attend's extra)."""
+  whole = lambda x: sharding.constrain(x, "batch", *[None] * (x.ndim - 1))
   half, extra = attention_half(w, config, x, angles, attend)
-  x = x + total(half, axis)
-  return x + total(mlp_half(w, config, x), axis), extra
+  x = whole(x + total(half, axis))
+  return whole(x + total(mlp_half(w, config, x), axis)), extra
 
 
 def prefix_layer(w: Params, x: jax.Array, *, config: TextConfig, angles: Rope,
@@ -197,7 +201,9 @@ def prefix_layer(w: Params, x: jax.Array, *, config: TextConfig, angles: Rope,
     [B, K, P, h]: what a product sums over comes first.
   """
   def attend(q, k, v):
-    kv = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    kv = tuple(
+        sharding.constrain(a, "batch", "kv_heads", None, None)
+        for a in (k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)))
     return None if only_kv else layers.attend_causally(q, k, v), kv
 
   if only_kv:
@@ -274,25 +280,31 @@ def token_logprobs(params: Params, hidden: jax.Array, targets: jax.Array,
     float32 [...] log-probabilities, and float32 [...] entropies or None.
   """
   shape, d = targets.shape, hidden.shape[-1]
-  hidden, targets = hidden.reshape(-1, d), targets.reshape(-1)
-  count = targets.shape[0]
-  chunk = min(chunk, count)
-  pad = -count % chunk
-  hidden = jnp.pad(hidden, ((0, pad), (0, 0))).reshape(-1, chunk, d)
-  targets = jnp.pad(targets, (0, pad)).reshape(-1, chunk)
+  # Blocks cut each part of the batch alike, so that all devices work on each.
+  ways = sharding.batch_ways()
+  hidden, targets = hidden.reshape(ways, -1, d), targets.reshape(ways, -1)
+  count = targets.shape[1]
+  chunk = min(max(chunk // ways, 1), count)
+  pad = ((0, 0), (0, -count % chunk))
+  hidden = jnp.pad(hidden, (*pad, (0, 0))).reshape(ways, -1, chunk, d)
+  hidden = hidden.swapaxes(0, 1)
+  targets = jnp.pad(targets, pad).reshape(ways, -1, chunk).swapaxes(0, 1)
 
   @jax.checkpoint
   def block(args):
     x, y = args
     scores = jax.nn.log_softmax(logits(params, x) / temperature, axis=-1)
-    picked = jnp.take_along_axis(scores, y[:, None], axis=-1)[:, 0]
+    picked = jnp.take_along_axis(scores, y[..., None], axis=-1)[..., 0]
     if not with_entropy:
       return picked, None
     return picked, -jnp.sum(jnp.exp(scores) * scores, axis=-1)
 
   if hidden.shape[0] == 1:
     picked, entropy = block((hidden[0], targets[0]))
+    picked = picked[None]
+    entropy = None if entropy is None else entropy[None]
   else:
     picked, entropy = jax.lax.map(block, (hidden, targets))
-  cut = lambda a: a.reshape(-1)[:count].reshape(shape)
+  cut = lambda a: (
+      a.swapaxes(0, 1).reshape(ways, -1)[:, :count].reshape(shape))
   return cut(picked), None if entropy is None else cut(entropy)

@@ -21,6 +21,9 @@ from rollplex_jax.models.config import VisionConfig
 class VisionInputs:
   """Patches of all media of a batch, packed, with their attention layout.
 
+  Where a batch is split over devices its media are packed in as many parts:
+  then every array has the part as its first dimension.
+
   Attributes:
     patches: float32 [n, patch_dim], medium after medium, each in the reference
       processor's order (merged blocks together).
@@ -108,6 +111,46 @@ def plan_vision(patches: np.ndarray, grids: Sequence[Sequence[int]],
       rows_columns=np.pad(rows_columns, ((0, pad), (0, 0))),
       window_index=window_index, window_slot=window_slot,
       frame_index=frame_index, frame_slot=frame_slot)
+
+
+def stack_parts(parts: Sequence[VisionInputs | None]) -> VisionInputs:
+  """One `VisionInputs` of several packed parts, padded to the same sizes.
+
+  Args:
+    parts: numpy arrays of each part; None for one without media. At least one
+      must have some.
+  """
+  found = [part for part in parts if part is not None]
+  n = max(len(part.patches) for part in found)
+  sizes = {name: tuple(max(dims) for dims in zip(*(
+      getattr(part, name).shape for part in found)))
+      for name in ("window_index", "frame_index")}
+
+  def pad(a, shape, value=0):
+    return np.pad(a, [(0, size - have) for size, have in zip(shape, a.shape)],
+                  constant_values=value)
+
+  def widen(part):
+    if part is None:
+      dim = found[0].patches.shape[1]
+      part = VisionInputs(
+          np.zeros((0, dim), np.float32), np.zeros((0, 2), np.int32),
+          np.zeros((0, 0), np.int32), np.zeros(0, np.int32),
+          np.zeros((0, 0), np.int32), np.zeros(0, np.int32))
+    out = {"patches": pad(part.patches, (n, part.patches.shape[1])),
+           "rows_columns": pad(part.rows_columns, (n, 2))}
+    for kind in ("window", "frame"):
+      index, slot = getattr(part, f"{kind}_index"), getattr(part, f"{kind}_slot")
+      size = sizes[f"{kind}_index"]
+      # A slot counts through rows whose width has changed.
+      width = max(index.shape[1], 1)
+      slot = slot // width * size[1] + slot % width
+      out[f"{kind}_index"] = pad(index, size, -1)
+      out[f"{kind}_slot"] = pad(slot.astype(np.int32), (n,))
+    return VisionInputs(**out)
+
+  wide = [widen(part) for part in parts]
+  return jax.tree.map(lambda *arrays: np.stack(arrays), *wide)
 
 
 @functools.lru_cache(maxsize=256)

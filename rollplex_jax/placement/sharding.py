@@ -28,6 +28,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
@@ -208,6 +209,24 @@ class Placement:
         lambda w: self.sharding(*w.axes, part=part), declared,
         is_leaf=lambda w: hasattr(w, "axes"))
 
+  def master(self, declared: Mapping[str, Any]) -> dict[str, Any]:
+    """Shardings over all devices for {"text": ..., "visual": ...} weights."""
+    shape = MeshShape(**self.mesh.shape)
+
+    def of(part, w):
+      rules = self.vision if part == "visual" else self.text
+      return NamedSharding(
+          self.mesh, fully_sharded(shape, rules, w.shape, w.axes))
+
+    return {part: jax.tree.map(lambda w, part=part: of(part, w), tree,
+                               is_leaf=lambda w: hasattr(w, "axes"))
+            for part, tree in declared.items()}
+
+  def storage(self, declared: Mapping[str, Any]) -> dict[str, Any]:
+    """Shardings of compute parameters {"text": ..., "visual": ...}."""
+    return {part: self.weights(tree, "vision" if part == "visual" else "text")
+            for part, tree in declared.items()}
+
   @property
   def batch_ways(self) -> int:
     """Into how many parts prompts are split."""
@@ -219,7 +238,7 @@ _current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = (
 
 
 @contextlib.contextmanager
-def use(mesh: Mesh | None, rules: Rules | None) -> Iterator[None]:
+def use(mesh: Mesh | None, rules: Rules | None = None) -> Iterator[None]:
   """Makes `constrain` work, while a program is traced; None for nothing."""
   token = _current.set(None if mesh is None else (mesh, rules))
   try:
@@ -247,3 +266,51 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
       part if size % ways(part) == 0 else None
       for part, size in zip(spec, x.shape)))
   return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def batch_ways() -> int:
+  """Into how many parts the rules in use split a batch."""
+  current = _current.get()
+  if current is None:
+    return 1
+  mesh, rules = current
+  return math.prod(mesh.shape[axis] for axis in rules.batch)
+
+
+def take_local(table: jax.Array, index: jax.Array) -> jax.Array:
+  """table[index], where every index stays within its own part of the batch.
+
+  Args:
+    table: [N, ...], split along N like a batch.
+    index: int32 [b, ...], split along b; part i of it points into part i of
+      the table. The compiler does not know that, and would move the table. A
+      negative index takes any row.
+  """
+  ways = batch_ways()
+  if ways == 1:
+    return table[jnp.maximum(index, 0)]
+  parts, places = _parts(table, index, ways)
+  out = jax.vmap(lambda part, place: part[place])(
+      parts, jnp.maximum(places, 0))
+  return out.reshape(*index.shape, *table.shape[1:])
+
+
+def add_local(table: jax.Array, index: jax.Array,
+              values: jax.Array) -> jax.Array:
+  """table.at[index].add(values), for an index [b] as of `take_local`."""
+  ways = batch_ways()
+  if ways == 1:
+    return table.at[index].add(values)
+  parts, places = _parts(table, index, ways)
+  values = values.reshape(ways, -1, *values.shape[1:])
+  out = jax.vmap(lambda part, place, value: part.at[place].add(value))(
+      parts, places, values)
+  return out.reshape(table.shape)
+
+
+def _parts(table, index, ways):
+  size = table.shape[0] // ways
+  first = (size * jnp.arange(ways, dtype=index.dtype)).reshape(
+      ways, *[1] * index.ndim)
+  return (table.reshape(ways, size, *table.shape[1:]),
+          index.reshape(ways, -1, *index.shape[1:]) - first)

@@ -19,6 +19,7 @@ from rollplex_jax.models import decoder
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.inputs import PromptInputs
 from rollplex_jax.models.weights import Params
+from rollplex_jax.placement import sharding
 
 # Per layer, keys [B, K, h, P] and values [B, K, P, h]: the dimension that a
 # decode step sums over comes first, so that it multiplies without transposing.
@@ -61,7 +62,7 @@ def prefix_kv(text: Params, config: ModelConfig, prompts: PromptInputs,
   kv, inputs = [], []
   last = len(text["layers"]) - 1
   for i, w in enumerate(text["layers"]):
-    inputs.append(x)
+    inputs.append(sharding.constrain(x, "batch", None, "saved"))
     x, layer_kv = decoder.prefix_layer(
         w, x, config=config.text, angles=angles, only_kv=i == last)
     kv.append(layer_kv)

@@ -31,7 +31,9 @@ from jax.sharding import PartitionSpec
 from rollplex_jax.models import decoder
 from rollplex_jax.models.config import ModelConfig, TextConfig
 from rollplex_jax.models.inputs import PromptInputs
-from rollplex_jax.models.weights import Params, Weight, is_weight
+from rollplex_jax.models.weights import Params, is_weight
+from rollplex_jax.placement import sharding
+from rollplex_jax.placement.sharding import Placement
 from rollplex_jax.stages import prefix_units, rollout
 from rollplex_jax.stages.prefix_units import Buffers, Place, UnitShape
 from rollplex_jax.stages.rollout import Completions, DecodeInputs, DecodeState
@@ -39,8 +41,6 @@ from rollplex_jax.stages.sampling import SamplingConfig
 
 # Which stream of a GPU runs what; 0 is the one that joins them.
 _UNIT_STREAM, _DECODE_STREAM = 1, 2
-# Logical axes of weights that tensor parallelism splits.
-_SPLIT_AXES = ("vocab", "heads", "kv_heads", "mlp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -341,51 +341,64 @@ def _sum_together(x: jax.Array, y: jax.Array, axis: decoder.Axis):
   return joined[:n].reshape(x.shape), joined[n:].reshape(y.shape)
 
 
-def tensor_parallel(weight: Weight,
-                    axis: str | tuple[str, ...]) -> PartitionSpec:
-  """How a weight lies on the mesh where `axis` splits heads and the like."""
-  return PartitionSpec(
-      *(axis if name in _SPLIT_AXES else None for name in weight.axes))
+def can_shard(place: Placement) -> bool:
+  """Whether `shard_window` can run there: all that is split divides alike.
 
-
-def shard_window(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...],
-                 config: ModelConfig, sampling: SamplingConfig,
-                 window: WindowConfig) -> Callable:
-  """`run_window` with heads, MLP and vocabulary split over a mesh axis.
-
-  The result takes the other arguments of `run_window`, from `policy` to
-  `artifacts`, in their order. Keys, values and the artifacts' are split by
-  heads, saved layer inputs by D; completions, prompts and features are whole
-  on every device.
-
-  Raises:
-    ValueError: if heads, MLP, vocabulary or D do not divide by the axis.
+  Otherwise the compiler splits `run_window`, to the same numbers.
   """
-  spec = PartitionSpec
+  rules = place.text
+  return (rules.vocab == rules.heads == rules.kv_heads == rules.mlp
+          == rules.saved and not rules.embed)
+
+
+def shard_window(place: Placement, config: ModelConfig,
+                 sampling: SamplingConfig, window: WindowConfig) -> Callable:
+  """`run_window` with prompts, heads, MLP and vocabulary split over a mesh.
+
+  Every part of the batch has loops of its own, and waits for no other. The
+  result takes the other arguments of `run_window`, from `policy` to
+  `artifacts`, in their order. Keys, values and the artifacts' are split by
+  heads, saved layer inputs by D, features by the prompts that they belong to.
+  The counts of turns have one entry for each part of the batch.
+  """
+  rules, spec = place.text, PartitionSpec
+  axis = rules.heads or None
+  batch = rules.batch or None
   weights = jax.tree.map(
-      lambda w: tensor_parallel(w, axis), decoder.weights(config.text),
+      lambda w: rules.spec(*w.axes), decoder.weights(config.text),
       is_leaf=is_weight)
-  heads, whole = spec(None, axis), spec()
+  rows, heads = spec(batch), spec(batch, axis)
+  prompt_specs = PromptInputs(
+      token_ids=rows, lengths=rows, positions=spec(None, batch),
+      feature_index=rows, next_position=rows, row_ids=rows)
 
   def artifact_specs(artifacts):
     split = lambda buffers: buffers and Buffers(
         jax.tree.map(lambda _: heads, buffers.kv),
-        jax.tree.map(lambda _: spec(None, None, axis), buffers.layer_inputs))
+        jax.tree.map(lambda _: spec(batch, None, axis), buffers.layer_inputs))
     return Artifacts(split(artifacts.policy), split(artifacts.reference))
 
   def run(policy, reference, prompts, prefix_kv, features,
           reference_features, keys, artifacts):
     specs = artifact_specs(artifacts)
 
-    def local(policy, reference, prompts, prefix_kv, *rest):
-      return run_window(policy, reference, config, sampling, window, prompts,
-                        prefix_kv, *rest, axis=axis)
+    def local(policy, reference, prompts, prefix_kv, features, *rest):
+      if features is not None and batch is not None:
+        first = jax.lax.axis_index(batch) * features.shape[0]
+        index = prompts.feature_index
+        prompts = prompts.replace(
+            feature_index=jnp.where(index >= 0, index - first, -1))
+      with sharding.use(None):
+        done, artifacts, turns = run_window(
+            policy, reference, config, sampling, window, prompts, prefix_kv,
+            features, *rest, axis=axis)
+      return done, artifacts, jax.tree.map(lambda n: n[None], turns)
 
     return jax.shard_map(
-        local, mesh=mesh,
-        in_specs=(weights, None if reference is None else weights, whole,
-                  heads, whole, whole, whole, specs),
-        out_specs=(whole, specs, whole), check_vma=False,
+        local, mesh=place.mesh,
+        in_specs=(weights, None if reference is None else weights,
+                  prompt_specs, heads, rows, rows, rows, specs),
+        out_specs=(rows, specs, rows), check_vma=False,
     )(policy, reference, prompts, prefix_kv, features, reference_features,
       keys, artifacts)
 

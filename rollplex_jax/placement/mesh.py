@@ -1,0 +1,109 @@
+"""A run's mesh, and where training and rollout put things on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+
+import jax
+
+from rollplex_jax.errors import InputError
+from rollplex_jax.placement.sharding import (
+  TENSOR_AXES,
+  MeshShape,
+  Placement,
+  make_rules,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+  """How a run's devices are used. All ones is one device, without a mesh.
+
+  Attributes:
+    data: parts of the batch; each holds all weights.
+    fsdp: further parts of the batch, over which training splits the weights
+      and gathers them where they are used.
+    training_tp: tensor parallelism of training and scoring.
+    rollout_tp: of the rollout; a multiple or a divisor of `training_tp`.
+  """
+
+  data: int = 1
+  fsdp: int = 1
+  training_tp: int = 1
+  rollout_tp: int = 1
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      if getattr(self, field.name) < 1:
+        raise InputError(f"{field.name}={getattr(self, field.name)}: expected "
+                         "at least 1")
+    low, high = sorted((self.training_tp, self.rollout_tp))
+    if high % low:
+      raise InputError(
+          f"training_tp={self.training_tp} with rollout_tp={self.rollout_tp}: "
+          "expected one to divide the other")
+
+  @property
+  def shape(self) -> MeshShape:
+    low, high = sorted((self.training_tp, self.rollout_tp))
+    return MeshShape(data=self.data, fsdp=self.fsdp, tp_major=low,
+                     tp_minor=high // low)
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+  """Rules of a run's stages on its mesh.
+
+  Attributes:
+    training: of prefix, score and gradient programs, and of the weights that
+      they read.
+    rollout: of prefill, decode and window, and of theirs.
+  """
+
+  training: Placement
+  rollout: Placement
+
+  @property
+  def differ(self) -> bool:
+    """Whether rollout and training have different tensor parallelism."""
+    return self.training.text.heads != self.rollout.text.heads
+
+  @property
+  def parts(self) -> int:
+    """Into how many parts a batch is packed: the finer of the two splits."""
+    return max(self.training.batch_ways, self.rollout.batch_ways)
+
+
+def make_places(config: MeshConfig, sizes: Mapping[str, Mapping[str, int]],
+                devices: Sequence[jax.Device] | None = None) -> Places | None:
+  """Puts a model's stages on a mesh; None for one device.
+
+  Args:
+    config: of the mesh.
+    sizes: of logical axes, of "text" and, where there is a tower, "visual".
+    devices: of the mesh; all there are by default.
+
+  Raises:
+    InputError: naming what does not divide by what.
+  """
+  shape = config.shape
+  if shape.size == 1:
+    return None
+  mesh = shape.make(devices)
+  low = min(config.training_tp, config.rollout_tp)
+
+  def place(stage, degree):
+    axes = TENSOR_AXES if degree > low or shape.tp_minor == 1 else (
+        TENSOR_AXES[:1])
+    text = make_rules(shape, sizes["text"], axes, what=f"mesh.{stage}_tp")
+    # A tower is small: what does not divide stays whole.
+    vision = make_rules(shape, sizes.get("visual", {"embed": 1}), axes,
+                        what=stage, split_all=False)
+    if stage == "rollout":  # A step of decoding would gather them all.
+      text = dataclasses.replace(text, embed=())
+      vision = dataclasses.replace(vision, embed=())
+    return Placement(mesh, text, vision)
+
+  return Places(place("training", config.training_tp),
+                place("rollout", config.rollout_tp))
