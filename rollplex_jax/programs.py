@@ -117,7 +117,9 @@ def decode_window(policy, reference, config, sampling, window, prompts, kv,
   if place is not None and window_lib.can_shard(place):
     run = functools.partial(window_lib.shard_window(
         place, config, sampling, window), policy, reference)
-  return run(prompts, kv, features, reference_features, keys, artifacts)
+  # A unit takes rows of one part of the batch: no rule of a batch holds in it.
+  with sharding.use(None):
+    return run(prompts, kv, features, reference_features, keys, artifacts)
 
 
 @functools.partial(jax.jit, static_argnames=(

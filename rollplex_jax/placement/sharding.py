@@ -261,7 +261,10 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
   if len(logical) != x.ndim:
     raise ValueError(f"{logical} for an array of {x.shape}")
   spec = rules.spec(*logical)
-  ways = lambda part: math.prod(mesh.shape[axis] for axis in part or ())
+  # A spec holds the name itself where one axis splits a dimension.
+  ways = lambda part: math.prod(
+      mesh.shape[axis]
+      for axis in ((part,) if isinstance(part, str) else part or ()))
   spec = PartitionSpec(*(
       part if size % ways(part) == 0 else None
       for part, size in zip(spec, x.shape)))
