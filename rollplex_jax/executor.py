@@ -252,7 +252,9 @@ class Step:
                 if name.endswith("/features")}
     own = features.get("policy/features")
     theirs = features.get("reference/features", own)
-    unit_shape = window_lib.UnitShape(chunk=s.schedule.window_chunk)
+    chunk = min(s.schedule.window_chunk, p)  # Short prompts share a unit.
+    unit_shape = window_lib.UnitShape(
+        chunk=chunk, rows=s.schedule.window_chunk // chunk)
     start = self._timeline.now()
     done, artifacts, turns = programs.decode_window(
         text, reference, s.config, s.sampling,

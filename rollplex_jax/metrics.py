@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from rollplex_jax.errors import InputError
+from rollplex_jax.timeline import Timeline
 
 
 class MetricsWriter:
@@ -69,15 +70,24 @@ class MetricsWriter:
 
 
 class PhaseTimer:
-  """Wall time per phase of a step, under names like timing_s/gen."""
+  """Wall time per phase of a step, under names like timing_s/gen.
 
-  def __init__(self):
+  Attributes:
+    seconds: by phase, those of one name added up.
+    timeline: of the step; may be one that records nothing.
+  """
+
+  def __init__(self, timeline: Timeline | None = None):
     self.seconds: dict[str, float] = {}
+    self.timeline = timeline or Timeline("", enabled=False)
 
   @contextlib.contextmanager
-  def phase(self, name: str):
+  def phase(self, name: str, lane: str | None = None):
+    """Takes the time of a block; with a lane it is an event there too."""
     start = time.perf_counter()
-    yield
+    with (self.timeline.event(name, lane) if lane
+          else contextlib.nullcontext()):
+      yield
     elapsed = time.perf_counter() - start
     self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
 
