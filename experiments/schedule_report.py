@@ -24,8 +24,8 @@ _NAMES = {
         "disaggregated (shared)", "rollout and training on devices of their "
         "own, one prefix per prompt in each phase"),
     "rollplex": (
-        "rollplex", "one prefix per prompt, other models' while the rollout "
-        "decodes"),
+        "rollplex", "one prefix per prompt for all, the reference's while the "
+        "rollout decodes"),
 }
 
 
@@ -78,7 +78,7 @@ def table(rows: Mapping[str, Mapping[str, Any]], baseline: str) -> str:
   """
   unit = rows[baseline]["seconds"]
   width = max(len(_name(name)) for name in rows)
-  lines = [f"  {'':{width}}   a step   ratio   arrays"]
+  lines = [f"  {'':{width}} {'a step':>9} {'ratio':>7} {'arrays':>8}"]
   for name, row in rows.items():
     lines.append(
         f"  {_name(name):{width}} {row['seconds'] * 1e3:6.0f} ms "

@@ -252,9 +252,7 @@ class Step:
                 if name.endswith("/features")}
     own = features.get("policy/features")
     theirs = features.get("reference/features", own)
-    chunk = min(s.schedule.window_chunk, p)  # Short prompts share a unit.
-    unit_shape = window_lib.UnitShape(
-        chunk=chunk, rows=s.schedule.window_chunk // chunk)
+    unit_shape = window_lib.UnitShape.of_tokens(s.schedule.window_chunk, p)
     start = self._timeline.now()
     done, artifacts, turns = programs.decode_window(
         text, reference, s.config, s.sampling,

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-import contextlib
 import json
 import math
 import os
 import pathlib
-import time
 from typing import Any
 
 import jax
 
 from rollplex_jax.errors import InputError
-from rollplex_jax.timeline import Timeline
 
 
 class MetricsWriter:
@@ -67,32 +64,6 @@ class MetricsWriter:
       self._board.close()
     if self._wandb is not None:
       self._wandb.finish()
-
-
-class PhaseTimer:
-  """Wall time per phase of a step, under names like timing_s/gen.
-
-  Attributes:
-    seconds: by phase, those of one name added up.
-    timeline: of the step; may be one that records nothing.
-  """
-
-  def __init__(self, timeline: Timeline | None = None):
-    self.seconds: dict[str, float] = {}
-    self.timeline = timeline or Timeline("", enabled=False)
-
-  @contextlib.contextmanager
-  def phase(self, name: str, lane: str | None = None):
-    """Takes the time of a block; with a lane it is an event there too."""
-    start = time.perf_counter()
-    with (self.timeline.event(name, lane) if lane
-          else contextlib.nullcontext()):
-      yield
-    elapsed = time.perf_counter() - start
-    self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
-
-  def metrics(self) -> dict[str, float]:
-    return {f"timing_s/{name}": s for name, s in self.seconds.items()}
 
 
 class CompileCounter:

@@ -1,13 +1,16 @@
 """What a training step leaves behind beside a better policy.
 
-Its metrics, the lines of its samples and, if it was recorded, its timeline.
+Its metrics, how long its phases took, the lines of its samples and, if it was
+recorded, its timeline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+import contextlib
 import os
 import pathlib
+import time
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,32 @@ from rollplex_jax.data.pipeline import Example
 from rollplex_jax.samples import Groups, PromptBatch
 from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.timeline import Timeline, write_trace
+
+
+class PhaseTimer:
+  """Wall time per phase of a step, under names like timing_s/gen.
+
+  Attributes:
+    seconds: by phase, those of one name added up.
+    timeline: of the step; may be one that records nothing.
+  """
+
+  def __init__(self, timeline: Timeline | None = None):
+    self.seconds: dict[str, float] = {}
+    self.timeline = timeline or Timeline("", enabled=False)
+
+  @contextlib.contextmanager
+  def phase(self, name: str, lane: str | None = None):
+    """Takes the time of a block; with a lane it is an event there too."""
+    start = time.perf_counter()
+    with (self.timeline.event(name, lane) if lane
+          else contextlib.nullcontext()):
+      yield
+    elapsed = time.perf_counter() - start
+    self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
+
+  def metrics(self) -> dict[str, float]:
+    return {f"timing_s/{name}": s for name, s in self.seconds.items()}
 
 
 def rollout_metrics(batch: PromptBatch, completions: Completions,
@@ -115,7 +144,7 @@ def step_timeline(config: TrainConfig, step: int) -> Timeline:
       step > 1 or config.total_steps == 1)
   name = str(config.schedule.name)
   if not config.schedule.share_prefix:
-    name += ", unshared"
+    name += " (unshared)"
   if config.algorithm == Algorithm.SUPERVISED:
     name = "supervised"
   return Timeline(f"{name}, step {step}", measure_bytes=True, enabled=recorded)

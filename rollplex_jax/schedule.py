@@ -53,7 +53,8 @@ class ScheduleConfig:
     prefix_source: see `PrefixSource`; for rollplex.
     save: what is kept between prefix forward and backward, where prefixes are
       shared.
-    window_chunk: prefix tokens of a unit of work in the decode window.
+    window_chunk: prefix tokens of a unit of work in the decode window, of
+      one prompt or, where prompts are shorter, of several.
   """
 
   name: ScheduleName = ScheduleName.SERIAL

@@ -143,9 +143,11 @@ def _draw(axes, timeline: Timeline, lanes: Sequence[str], height: float,
           note: str) -> list[_Bar]:
   """Draws a panel `height` rows high; its bars have no names yet."""
   axes.set_ylim(height, 0)
-  axes.set_title(f"{timeline.name}: {_time(timeline.seconds)} a step",
-                 loc="left", fontsize=12, fontweight="bold", color=_INK, pad=3)
-  axes.set_title(note, loc="right", fontsize=10, color=_INK, pad=3)
+  name = axes.set_title(
+      f"{timeline.name}: {_time(timeline.seconds)} a step", loc="left",
+      fontsize=12, fontweight="bold", color=_INK, pad=3)
+  axes.annotate(note, (1, 0.5), (10, 0), xycoords=name, va="center",
+                textcoords="offset points", fontsize=10, color=_INK)
   axes.spines[:].set_visible(False)
   axes.tick_params(length=0, labelsize=10, labelcolor=_INK)
   if timeline.window is not None:

@@ -278,7 +278,7 @@ class Trainer:
       step: its number, from 0.
       timeline: records it; the step then waits after each of its units.
     """
-    timer = metrics_lib.PhaseTimer(timeline)
+    timer = reports.PhaseTimer(timeline)
     start = time.perf_counter()
     run = self._supervised_step if self.supervised else self._rl_step
     values, samples = run(examples, step, timer)
