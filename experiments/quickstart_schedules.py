@@ -19,6 +19,7 @@ from rollplex_jax.trainer import Trainer
 
 _TURNS = 7
 _BETA = 0.04  # Of the KL term, if the run has none; any value costs the same.
+_ROUNDING = 1e-6  # A gradient norm below this is no gradient.
 
 
 def schedules(config: ScheduleConfig) -> dict[str, ScheduleConfig]:
@@ -49,8 +50,9 @@ def compare(config: TrainConfig,
   Returns:
     Numbers as JSON: the step ("prompts", "num_generations", "added_reference":
     whether the run itself goes without), "turns", "same_completions",
-    "gradient_norm_spread" (largest relative difference), "ratios" (step time
-    over rollplex's) and "rows": for each schedule "seconds" (the median),
+    "gradient_norm_spread" (largest relative difference; None where no sample
+    has an advantage, so that there is no gradient), "ratios" (step time over
+    rollplex's) and "rows": for each schedule "seconds" (the median),
     "all_seconds", "window_seconds", "stage_seconds" and "peak_bytes_live" (all
     arrays; not what programs use inside). And of each schedule the timeline of
     its median step.
@@ -93,6 +95,7 @@ def compare(config: TrainConfig,
             "window_seconds", "stage_seconds", "peak_bytes_live")}}
   steps = [s for all_steps in found.values() for s in all_steps]
   norms = [values["actor/grad_norm"] for _, values, _ in steps]
+  largest = max(norms)
   ours = rows["rollplex"]["seconds"]
   return {
       "prompts": len(examples),
@@ -100,7 +103,8 @@ def compare(config: TrainConfig,
       "added_reference": not objective.beta,
       "turns": turns,
       "same_completions": all(texts == steps[0][2] for _, _, texts in steps),
-      "gradient_norm_spread": (max(norms) - min(norms)) / max(max(norms), 1e-30),
+      "gradient_norm_spread": ((largest - min(norms)) / largest
+                               if largest > _ROUNDING else None),
       "ratios": {name: row["seconds"] / ours for name, row in rows.items()
                  if name != "rollplex"},
       "rows": rows,
@@ -111,8 +115,10 @@ def describe(numbers: dict[str, Any]) -> str:
   """The comparison as a small table."""
   beside = (", scored with a\nreference model too (the RL above has none)"
             if numbers["added_reference"] else "")
-  same = ("All drew the same completions; their" if numbers["same_completions"]
-          else "Near-ties gave other completions to some; the")
+  same = ("All drew the same completions" if numbers["same_completions"]
+          else "Near-ties gave other completions to some")
+  if numbers["gradient_norm_spread"] is not None:
+    same += f"; gradient norms differ by {numbers['gradient_norm_spread']:.0e}"
   return f"""One step of RL under each schedule: {numbers['prompts']} prompts x \
 {numbers['num_generations']} completions{beside}.
 Medians of {numbers['turns']} in turn, to rollplex's; arrays are the most that \
@@ -120,7 +126,7 @@ live at once.
 
 {schedule_report.table(numbers['rows'], 'rollplex')}
 
-{same} gradient norms differ by {numbers['gradient_norm_spread']:.0e}."""
+{same}."""
 
 
 def title(numbers: dict[str, Any]) -> str:
