@@ -25,6 +25,9 @@ import numpy as np
 _H100 = pathlib.Path(__file__).with_name("h100.textproto")
 _INSTRUCTION = re.compile(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) .*\{$")
+# What makes no array, and what leaves that to another computation.
+_HANDS_ON = ("parameter", "get-tuple-element", "tuple", "bitcast")
+_CALLS = ("while", "call", "call-start", "call-done")
 
 
 def has_plugin() -> bool:
@@ -126,18 +129,32 @@ class Program:
         yield from self.with_calls(
             self.computations[line.attribute("to_apply")])
 
+  def stream_calls(self, lines: list[Instruction]) -> list[Instruction]:
+    """Starts and ends of the calls on streams that compute, in order.
+
+    Since jax 0.12 each element of a call's result passes through one more call,
+    which does nothing.
+    """
+    found = {}
+    for line in lines:
+      if line.op == "call-start":
+        inside = self.computations[line.attribute("to_apply")]
+        if not all(i.op in _HANDS_ON for i in inside):
+          found[line.name] = line
+      elif line.op == "call-done" and line.operands[0] in found:
+        found[line.name] = line
+    return list(found.values())
+
   def copies(self, lines: list[Instruction],
              sizes: set[tuple[str, int]]) -> list[Instruction]:
     """What makes an array of one of the sizes (type, elements) anew.
 
     Updates in place are told by their names, which XLA gives after the roots
-    of fusions; `call-done` and the like only hand on.
+    of fusions; what calls hand on was made inside of them.
     """
-    hands_on = ("parameter", "get-tuple-element", "tuple", "bitcast", "while",
-                "call", "call-start", "call-done")
     return [
         line for line in self.with_calls(lines)
-        if line.op not in hands_on and "dynamic_update_slice" not in line.name
+        if line.op not in _HANDS_ON + _CALLS and "dynamic_update_slice" not in line.name
         and any((kind, math.prod(dims)) in sizes
                 for kind, dims in line.shapes)]
 
