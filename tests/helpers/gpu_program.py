@@ -97,11 +97,19 @@ class Instruction:
 
 
 class Program:
-  """A compiled program by computation; `entry` is the one that starts."""
+  """A compiled program.
+
+  Attributes:
+    computations: instructions of each computation, in order, by name.
+    entry: those of the computation that starts.
+    outputs: element type and dimensions of each result.
+    donated: the same of those results that are written into an argument.
+  """
 
   def __init__(self, text: str):
     self.computations: dict[str, list[Instruction]] = {}
     self.entry = lines = None
+    self.outputs = []
     for line in text.splitlines():
       header = None if line.startswith(" ") else _COMPUTATION.match(line)
       if header:
@@ -114,6 +122,11 @@ class Program:
         found = _INSTRUCTION.match(line.strip())
         if found:
           lines.append(Instruction(*found.groups()))
+          if lines is self.entry and line.startswith("  ROOT"):
+            self.outputs = lines[-1].shapes
+    aliases = re.search(r"input_output_alias=\{ (.*?\)) \}", text)
+    found = re.findall(r"\{(\d*)\}: \(", aliases[1]) if aliases else ()
+    self.donated = [self.outputs[int(i or 0)] for i in found]
 
   def loop_bodies(self) -> list[list[Instruction]]:
     """The bodies of all while loops, in the program's order."""
