@@ -19,7 +19,9 @@ from rollplex_jax.models.weights import is_weight
 from rollplex_jax.stages import prefix_units, window
 from rollplex_jax.stages.prefix_units import UnitShape
 from rollplex_jax.stages.sampling import SamplingConfig
-from tests.helpers import gpu_program
+from tests.helpers import devices, gpu_program
+
+devices.use_virtual_devices()
 
 _TP, _LAYERS = 8, 3
 # Prompts, samples of each, and padded lengths; chosen so that arrays of
