@@ -27,7 +27,7 @@ _INSTRUCTION = re.compile(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) .*\{$")
 # What makes no array, and what leaves that to another computation.
 _HANDS_ON = ("parameter", "get-tuple-element", "tuple", "bitcast")
-_CALLS = ("while", "call", "call-start", "call-done")
+_CALLS = ("while", "conditional", "call", "call-start", "call-done")
 
 
 def has_plugin() -> bool:
@@ -138,9 +138,15 @@ class Program:
     """Instructions of a computation and of those that it calls."""
     for line in lines:
       yield line
+      called = []
       if line.op in ("call", "call-start"):
-        yield from self.with_calls(
-            self.computations[line.attribute("to_apply")])
+        called = [line.attribute("to_apply")]
+      elif line.op == "conditional":
+        branches = re.search(r"branch_computations=\{(.*?)\}", line.rest)
+        called = re.findall(r"%([\w.\-]+)", branches[1]) if branches else [
+            line.attribute(f"{case}_computation") for case in ("true", "false")]
+      for name in called:
+        yield from self.with_calls(self.computations[name])
 
   def stream_calls(self, lines: list[Instruction]) -> list[Instruction]:
     """Starts and ends of the calls on streams that compute, in order.
