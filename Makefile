@@ -16,6 +16,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+.NOTPARALLEL:  # Two installations into one environment would clash.
 .PHONY: help venv quickstart test test-slow test-all lint goldens bench clean
 
 help: ## Lists the targets.
@@ -40,15 +41,22 @@ $(VENV)/.test: requirements-test.txt $(VENV)/.runtime
 	  -r requirements.txt -r requirements-test.txt
 	@touch $@
 
-venv: $(VENV)/.test ## Builds .venv with all that running and testing needs.
+# jax's CUDA plugin; with it the tests compile for GPUs that are not there.
+$(VENV)/.planner: requirements-planner.txt $(VENV)/.runtime
+	@echo "Installing the compiler for NVIDIA GPUs into $(VENV) ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check \
+	  -r requirements.txt -r requirements-planner.txt
+	@touch $@
+
+venv: $(VENV)/.test $(VENV)/.planner ## Builds .venv with all that running and testing needs.
 
 quickstart: $(VENV)/.runtime ## Trains a small policy to act in a world it sees.
 	$(PY) -m experiments.quickstart --output_dir=$(RUN_DIR) --overwrite
 
-test: $(VENV)/.test ## Runs the fast tests (at most 12 minutes on 2 cores).
+test: venv ## Runs the fast tests (at most 12 minutes on 2 cores).
 	$(PYTEST) -n $(WORKERS) -m "not ($(SLOW))"
 
-test-slow: $(VENV)/.test ## Runs the tests that `make test` leaves out.
+test-slow: venv ## Runs the tests that `make test` leaves out.
 	$(PYTEST) -m "$(SLOW)" || [ $$? -eq 5 ]  # 5: there are none.
 
 test-all: test test-slow ## Runs every test (at most 30 minutes on 2 cores).

@@ -43,8 +43,7 @@ _REQUIREMENTS = {
   ),
   "cuda_plugin": (
     lambda: _has_module("jax_cuda13_plugin", "jax_plugins.xla_cuda13"),
-    "needs jax's CUDA plugin: pip install --no-deps"
-    " -r requirements-planner.txt",
+    "needs jax's CUDA plugin: pip install -r requirements-planner.txt",
   ),
   "gpu": (
     _has_gpu,

@@ -28,6 +28,8 @@ _CACHE = flags.DEFINE_string(
                  or os.path.expanduser("~/.cache"), "rollplex", "xla"),
     "Folder where compiled programs are kept between runs; empty for none.")
 _CACHE_BYTES = 4 << 30
+# What NVIDIA's driver makes, the last under Windows.
+_GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
 def run(main: Callable[[], dict[str, Any] | None]) -> None:
@@ -40,8 +42,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
 
   def wrapped(argv):
     del argv
-    # Which backends are not there is no news to a user.
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+    _quiet_backends()
     absl_logging.get_absl_handler().setFormatter(_Plain())
     _enable_compilation_cache()
     try:
@@ -107,6 +108,15 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
   if isinstance(error, flags.Error):
     return message
   return f"--config: {type(error).__name__}: {message}"
+
+
+def _quiet_backends() -> None:
+  """Which backends are not there is no news to a user."""
+  logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+  # Where jax's CUDA plugin is installed to compile for GPUs elsewhere, it would
+  # report, with a traceback, that libraries for running are missing.
+  if not any(map(os.path.exists, _GPU_FILES)):
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def _enable_compilation_cache() -> None:

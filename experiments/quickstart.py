@@ -5,6 +5,7 @@
 3. improve it by RL on start states that it has never seen
 4. for comparison, spend the time that RL took on more supervised learning
 5. evaluate all of them on held-out episodes, and the last one blindfolded too
+6. run one step of RL under each schedule, and draw where its time goes
 
 The policy sees a room from above and is told where to go; it answers with the
 whole plan, which the world executes. Every key of `QuickstartConfig` is a flag,
@@ -26,7 +27,12 @@ from absl import flags
 import jax
 from ml_collections import config_flags
 
-from experiments import common, quickstart_report
+from experiments import (
+    common,
+    quickstart_report,
+    quickstart_schedules,
+    schedule_report,
+)
 from experiments.display import TrainDisplay
 from rollplex_jax import metrics as metrics_lib
 from rollplex_jax.config import (
@@ -201,11 +207,18 @@ def main():
         trainer.task.held_out(blind=True), progress=common.progress("blind"))
     shuffled = trainer.evaluate(OtherWords(trainer.task.eval_rows))
 
+  with phases("schedules", "6  one step of RL under each schedule, in turn"):
+    schedules, timelines = quickstart_schedules.compare(
+        _with_policy(rl, output / "policy"))
+    schedule_report.write(output / "timeline", timelines,
+                          quickstart_schedules.title(schedules))
+
   (_, before), (_, after) = trainer.evaluations[0], trainer.evaluations[-1]
   summary = summarize(
       config, warm_summary, rl_summary, more_summary, phases.seconds,
       {"before": before, "after": after, "blind": blind,
        "other_words": shuffled})
+  summary["schedules"] = schedules
   quickstart_report.plot_learning(
       output / "learning_curve.png", rl_summary, more_summary, summary)
   quickstart_report.draw_episodes(
@@ -310,9 +323,7 @@ def run_phase(config: TrainConfig, policy: pathlib.Path, output: pathlib.Path,
   Returns:
     The trainer and its summary.
   """
-  config = dataclasses.replace(
-      config, policy=dataclasses.replace(config.policy, path=str(policy)))
-  trainer = Trainer(config)
+  trainer = Trainer(_with_policy(config, policy))
   with TrainDisplay(title, config.total_steps) as display:
     summary = trainer.train(output, on_step=display, tensorboard=_BOARD.value,
                             wandb_project=wandb_project)
@@ -380,6 +391,11 @@ def summarize(config: QuickstartConfig, warm: dict, rl: dict, more: dict,
           "devices": [d.device_kind for d in jax.devices()],
           "jax": jax.__version__, "python": platform.python_version()},
   }
+
+
+def _with_policy(config: TrainConfig, policy: pathlib.Path) -> TrainConfig:
+  return dataclasses.replace(
+      config, policy=dataclasses.replace(config.policy, path=str(policy)))
 
 
 def _constant(optimizer: OptimizerConfig) -> OptimizerConfig:

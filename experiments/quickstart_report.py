@@ -8,6 +8,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from experiments import quickstart_schedules
 from rollplex_jax.config import EnvironmentConfig
 from rollplex_jax.data.babyai import MiniGridEnvironment
 from rollplex_jax.data.environments import Episode, play
@@ -160,10 +161,13 @@ Success on {summary['eval_episodes']} held-out episodes (95 % interval):
 
 RL: {gain:+.0f} points in {rl:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s ({share});
 compiling {summary['compilations']} programs took {summary['compile_seconds']:.0f} s of it.
+{quickstart_schedules.describe(summary['schedules'])}
+
 Time: {seconds}; {summary['wall_seconds']:.0f} s in all.
 
 In {output}:
   learning_curve.png  episode.gif       see what was learned
+  timeline.png  timeline.json           see where the time of a step goes
   metrics.jsonl  samples.jsonl  tensorboard/  summary.json
   policy/                               a checkpoint that transformers loads
 Next:

@@ -35,7 +35,7 @@ _WANDB = flags.DEFINE_string(
 
 # What `Trainer.train` writes; the first marks a folder as a run's.
 _RUN_FILES = ("metrics.jsonl", "samples.jsonl", "summary.json", "config.json",
-              "tensorboard", "policy")
+              "tensorboard", "timeline", "policy")
 
 
 def main():

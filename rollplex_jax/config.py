@@ -172,6 +172,10 @@ class TrainConfig:
     eval_every: steps between evaluations, beside the first and last; 0 for
       those two only.
     eval_batch_size: prompts per batch of an evaluation.
+    timeline_every: record every so many steps as timeline/step_000010.json, a
+      trace, and .png. A recorded step waits after each of its units and
+      measures live bytes, so it takes longer. The first step, which compiles,
+      isn't recorded unless it is the only one. 0 for never.
     seed: of sampling and of the order of rows.
     with_entropy: measure the policy's entropy (costs a pass over the logits).
   """
@@ -199,6 +203,7 @@ class TrainConfig:
   stop_at_success: float = 0.0
   eval_every: int = 0
   eval_batch_size: int = 64
+  timeline_every: int = 0
   seed: int = 0
   with_entropy: bool = True
 
@@ -210,7 +215,8 @@ class TrainConfig:
     _check_least(self, 1, "train_batch_size", "num_iterations", "total_steps",
                  "eval_batch_size")
     _check_least(self, 0, "gen_batch_size", "mini_batch_size",
-                 "micro_batch_size", "eval_every", "max_seconds")
+                 "micro_batch_size", "eval_every", "timeline_every",
+                 "max_seconds")
     if not 0 <= self.stop_at_success <= 1:
       raise InputError(
           f"stop_at_success={self.stop_at_success}: expected 0 to 1")

@@ -324,7 +324,7 @@ class Step:
                 if name.endswith("/features")}
     own = features.get("policy/features")
     theirs = features.get("reference/features", own)
-    unit_shape = window_lib.UnitShape(chunk=s.schedule.window_chunk)
+    unit_shape = window_lib.UnitShape.of_tokens(s.schedule.window_chunk, p)
     start = self._timeline.now()
     done, artifacts, turns = programs.decode_window(
         text, reference, s.config, s.sampling,

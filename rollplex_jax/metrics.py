@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-import contextlib
 import json
 import math
 import os
 import pathlib
-import time
 from typing import Any
 
 import jax
@@ -66,23 +64,6 @@ class MetricsWriter:
       self._board.close()
     if self._wandb is not None:
       self._wandb.finish()
-
-
-class PhaseTimer:
-  """Wall time per phase of a step, under names like timing_s/gen."""
-
-  def __init__(self):
-    self.seconds: dict[str, float] = {}
-
-  @contextlib.contextmanager
-  def phase(self, name: str):
-    start = time.perf_counter()
-    yield
-    elapsed = time.perf_counter() - start
-    self.seconds[name] = self.seconds.get(name, 0.0) + elapsed
-
-  def metrics(self) -> dict[str, float]:
-    return {f"timing_s/{name}": s for name, s in self.seconds.items()}
 
 
 class CompileCounter:

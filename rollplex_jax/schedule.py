@@ -60,7 +60,8 @@ class ScheduleConfig:
     prefix_budget_gb: device memory, in 10^9 bytes, that a rollplex step's
       prefixes may take: keys, values and what is saved. Where `save` exceeds it
       the next policy, which keeps less, is taken; 0 for no limit.
-    window_chunk: prefix tokens of a unit of work in the decode window.
+    window_chunk: prefix tokens of a unit of work in the decode window, of
+      one prompt or, where prompts are shorter, of several.
   """
 
   name: ScheduleName = ScheduleName.SERIAL

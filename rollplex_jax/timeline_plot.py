@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import os
 import textwrap
+import types
 from typing import Any
 
 from rollplex_jax.timeline import LANES, Event, Timeline, replace_file, rows
@@ -43,7 +44,8 @@ _PAD, _GAP = 4, 3  # Pixels: beside a label; between bars of one run.
 
 
 def plot(path: str | os.PathLike, timelines: Sequence[Timeline],
-         title: str | None = None) -> None:
+         title: str | None = None,
+         notes: Mapping[str, str] = types.MappingProxyType({})) -> None:
   """Writes a PNG, 1200 pixels wide, with a panel per timeline.
 
   All panels share one time axis, so that the faster step is the shorter one.
@@ -54,6 +56,7 @@ def plot(path: str | os.PathLike, timelines: Sequence[Timeline],
     path: PNG to write, whole or not at all; its folder is made.
     timelines: of steps that did the same work.
     title: a line above the ratios of the step times.
+    notes: a few words about a timeline, by its name.
 
   Raises:
     ValueError: there is no timeline, or one whose events take no time.
@@ -82,7 +85,7 @@ def plot(path: str | os.PathLike, timelines: Sequence[Timeline],
       if line), fontsize=13, color=_INK)
   panels = figure.subplots(len(timelines), sharex=True, squeeze=False)[:, 0]
   panels[0].set_xlim(0, _ROOM * max(t.seconds for t in timelines))
-  bars = [_draw(axes, timeline, lanes, height)
+  bars = [_draw(axes, timeline, lanes, height, notes.get(timeline.name, ""))
           for axes, timeline in zip(panels, timelines)]
   panels[-1].tick_params(axis="x", length=3)
   panels[-1].spines["bottom"].set_visible(True)
@@ -136,12 +139,15 @@ def _comparison(timelines: Sequence[Timeline]) -> str:
       part for part in ("; ".join(ratios[:-1]), ratios[-1]) if part)
 
 
-def _draw(axes, timeline: Timeline, lanes: Sequence[str],
-          height: float) -> list[_Bar]:
+def _draw(axes, timeline: Timeline, lanes: Sequence[str], height: float,
+          note: str) -> list[_Bar]:
   """Draws a panel `height` rows high; its bars have no names yet."""
   axes.set_ylim(height, 0)
-  axes.set_title(timeline.name, loc="left", fontsize=12, fontweight="bold",
-                 color=_INK, pad=3)
+  name = axes.set_title(
+      f"{timeline.name}: {_time(timeline.seconds)} a step", loc="left",
+      fontsize=12, fontweight="bold", color=_INK, pad=3)
+  axes.annotate(note, (1, 0.5), (10, 0), xycoords=name, va="center",
+                textcoords="offset points", fontsize=10, color=_INK)
   axes.spines[:].set_visible(False)
   axes.tick_params(length=0, labelsize=10, labelcolor=_INK)
   if timeline.window is not None:
@@ -198,10 +204,12 @@ def _add_legend(figure, timelines: Sequence[Timeline]) -> None:
 
   events = [e for t in timelines for e in t.events]
   stages = {e.stage for e in events}
-  handles = [
-      Patch(facecolor=_COLORS.get(stage, _OTHER), label=_name(stage))
-      for stage in [*_COLORS, *sorted(stages - _COLORS.keys())]
-      if stage in stages]
+  handles = [Patch(facecolor=color, label=_name(stage))
+             for stage, color in _COLORS.items() if stage in stages]
+  others = sorted(stages - _COLORS.keys())
+  if others:
+    handles.append(Patch(
+        facecolor=_OTHER, label=", ".join(map(_name, others))))
   if any(e.estimated for e in events):
     handles.append(Patch(facecolor="#9A9A9A", edgecolor=_HATCH, linewidth=0,
                          hatch="////", label="times estimated"))
@@ -230,12 +238,15 @@ def _add_caption(axes, timeline: Timeline) -> None:
 def _add_names(axes, bars: Sequence[_Bar]) -> None:
   """Names bars where there is room, or else runs of bars of one stage.
 
-  A bar that holds others isn't named: they are.
+  A bar that holds others isn't named: they are. Micro-batches have their
+  numbers where there are several.
   """
+  several = {bar.event.stage for bar in bars if bar.event.index}
   for run in _runs(bars, _GAP / _pixels(axes)[0]):
     stage = _name(run[0].event.stage)
-    numbered = [stage if bar.event.index is None
-                else f"{stage} {bar.event.index}" for bar in run]
+    numbered = [f"{stage} {bar.event.index}"
+                if run[0].event.stage in several and bar.event.index is not None
+                else stage for bar in run]
     if all(_fits(axes, text, [bar]) for text, bar in zip(numbered, run)):
       for text, bar in zip(numbered, run):
         _write(axes, text, [bar])

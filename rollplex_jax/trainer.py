@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollplex_jax import inference
+from rollplex_jax import inference, reports
 from rollplex_jax import metrics as metrics_lib
 from rollplex_jax.artifacts import Model
 from rollplex_jax.config import Algorithm, TrainConfig, to_config_dict
@@ -43,6 +43,7 @@ from rollplex_jax.stages import objectives, update
 from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.stages.sampling import SamplingConfig
 from rollplex_jax.tasks import Task, make_task
+from rollplex_jax.timeline import Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +146,8 @@ class Trainer:
 
     Args:
       output_dir: gets metrics.jsonl, samples.jsonl, tensorboard/, config.json,
-        policy/ (a checkpoint) and summary.json.
+        policy/ (a checkpoint), summary.json, and timeline/ if steps are
+        recorded.
       on_step: told after each step.
       tensorboard: write TensorBoard events.
       wandb_project: log there too.
@@ -187,9 +189,12 @@ class Trainer:
       batches = self._batches()
       while steps < self.config.total_steps:
         step_start = time.perf_counter()
-        examples = next(batches)
+        programs = compiled.count
+        timeline = reports.step_timeline(self.config, steps + 1)
+        with timeline.event("data", "host"):
+          examples = next(batches)
         waited = time.perf_counter() - step_start
-        values, samples = self.step(examples, steps)
+        values, samples = self.step(examples, steps, timeline)
         values["timing_s/data"] = waited
         steps += 1
         for name, value in values.items():
@@ -201,6 +206,8 @@ class Trainer:
         writer.write_samples(samples)
         on_step(Progress(steps, self.config.total_steps, values))
         train_seconds += time.perf_counter() - step_start
+        reports.write_timeline(folder / "timeline", timeline, steps,
+                               compiled.count - programs)
         if (self.config.max_seconds
             and train_seconds >= self.config.max_seconds):
           break
@@ -269,9 +276,16 @@ class Trainer:
         on_bad_row=skip if self.task.may_skip else None)
     return iter(dataset)
 
-  def step(self, examples: list[Example], step: int):
-    """One step. Returns its metrics and the samples to record."""
-    timer = metrics_lib.PhaseTimer()
+  def step(self, examples: list[Example], step: int,
+           timeline: Timeline | None = None):
+    """One step. Returns its metrics and the samples to record.
+
+    Args:
+      examples: of the step.
+      step: its number, from 0.
+      timeline: records it; the step then waits after each of its units.
+    """
+    timer = reports.PhaseTimer(timeline)
     start = time.perf_counter()
     run = self._supervised_step if self.supervised else self._rl_step
     values, samples = run(examples, step, timer)
@@ -286,34 +300,36 @@ class Trainer:
 
   def _rl_step(self, examples: list[Example], step: int, timer):
     config, rollout = self.config, self.config.rollout
-    batch = make_batch(
-        self.model_config, [e.prompt for e in examples],
-        [e.index for e in examples])
+    with timer.timeline.event("batch", "host"):
+      batch = make_batch(
+          self.model_config, [e.prompt for e in examples],
+          [e.index for e in examples])
     work = Step(
         self.settings, batch, self._policy(), self.reference,
         num_generations=rollout.num_generations, seed=config.seed, step=step,
-        several_updates=config.updates_per_step > 1, pools=self._pools)
+        several_updates=config.updates_per_step > 1, pools=self._pools,
+        timeline=timer.timeline)
     if work.fallback and work.fallback not in self._warned:
       self._warned.add(work.fallback)
       logging.warning("%s", work.fallback)
     with timer.phase("gen"):
       completions = work.roll_out()
-    with timer.phase("reward"):
+    with timer.phase("reward", "host"):
       texts, scores = self._score(examples, completions)
       rewards = np.array([s["overall"] for s in scores], np.float32).reshape(
           completions.lengths.shape)
-    with timer.phase("adv"):
+    with timer.phase("adv", "host"):
       advantages = np.asarray(objectives.group_advantages(
           jnp.asarray(rewards), self.objective))
       kept = self._kept_groups(rewards)
-    values = self._rollout_metrics(batch, completions, rewards, scores)
+    values = reports.rollout_metrics(batch, completions, rewards, scores)
     values["train/groups"] = float(len(kept))
     if len(kept):
       groups = _groups(kept, completions, advantages)
       values |= self._updates(work, groups, completions, step, timer)
-    record = _record(step, examples, texts, scores, rollout.num_generations,
-                     set(kept.tolist()))
-    return values, record
+    return values, reports.sample_lines(
+        step + 1, examples, texts, scores, rollout.num_generations,
+        set(kept.tolist()))
 
   def _score(self, examples, completions: Completions):
     """Texts and scores of all samples, in order."""
@@ -350,9 +366,10 @@ class Trainer:
           part = dataclasses.replace(part, old_logprobs=None)
         grads, metrics, logprobs = work.gradient(part, first=i == 0)
         if i == 0:
-          gap = _gap(completions, part, logprobs)
-        self.state, self._trained, new = update.apply_gradients(
-            self.state, grads, self.optimizer, config.policy.compute_dtype)
+          gap = reports.logprob_gap(completions, part, logprobs)
+        with timer.timeline.event("update", "training") as wait:
+          self.state, self._trained, new = wait(update.apply_gradients(
+              self.state, grads, self.optimizer, config.policy.compute_dtype))
         del grads
         self.version += 1
         work.update_policy(self._policy())
@@ -383,27 +400,6 @@ class Trainer:
       for i in range(0, num_groups, size):
         yield order[i:i + size]
 
-  def _rollout_metrics(self, batch, completions, rewards, scores):
-    lengths = completions.lengths.reshape(-1)
-    prompt_lengths = batch.inputs.lengths
-    g = completions.lengths.shape[1]
-    mixed = rewards.max(axis=1) != rewards.min(axis=1)
-    size = batch.inputs.token_ids.size
-    values = {
-        **metrics_lib.spread("critic/score", rewards.reshape(-1)),
-        **metrics_lib.spread("response_length", lengths),
-        "response_length/clip_ratio": float(1 - completions.finished.mean()),
-        **metrics_lib.spread("prompt_length", prompt_lengths),
-        "train/mixed_groups": float(mixed.mean()),
-        "perf/total_num_tokens": float(
-            lengths.sum() + prompt_lengths.sum() * g),
-        "perf/prompt_padding": float(1 - prompt_lengths.sum() / size),
-    }
-    for name, value in metrics_lib.mean_scores(scores).items():
-      if name != "overall":
-        values[f"reward/{name}"] = value
-    return values
-
   # -- supervised ------------------------------------------------------------
 
   def _supervised_example(self, row, where):
@@ -418,7 +414,7 @@ class Trainer:
   def _supervised_step(self, examples: list[Example], step: int, timer):
     del step
     config = self.config
-    with timer.phase("data"):
+    with timer.phase("data", "host"):
       prompts, responses = zip(*(e.prompt for e in examples))
       batch = make_batch(
           self.model_config, prompts, [e.index for e in examples])
@@ -431,13 +427,15 @@ class Trainer:
     with timer.phase("update_actor"):
       size = config.prompts_per_update
       for i in range(0, len(prompts), size):
-        grads, loss = supervised_gradient(
-            self._trained, self.frozen, self.model_config, batch,
-            groups.take(np.arange(i, min(i + size, len(prompts)))),
-            micro_batch_size=config.micro_batch_size,
-            remat=config.policy.remat)
-        self.state, self._trained, new = update.apply_gradients(
-            self.state, grads, self.optimizer, config.policy.compute_dtype)
+        with timer.timeline.event("gradient_full", "training") as wait:
+          grads, loss = wait(supervised_gradient(
+              self._trained, self.frozen, self.model_config, batch,
+              groups.take(np.arange(i, min(i + size, len(prompts)))),
+              micro_batch_size=config.micro_batch_size,
+              remat=config.policy.remat))
+        with timer.timeline.event("update", "training") as wait:
+          self.state, self._trained, new = wait(update.apply_gradients(
+              self.state, grads, self.optimizer, config.policy.compute_dtype))
         values |= new
         losses.append(loss)
       values = {k: float(v) for k, v in jax.device_get(values).items()}
@@ -453,40 +451,3 @@ def _groups(kept: np.ndarray, completions: Completions,
   return Groups(
       rows=kept.astype(np.int32), token_ids=completions.token_ids[kept],
       lengths=completions.lengths[kept], advantages=advantages[kept])
-
-
-def _gap(completions: Completions, groups: Groups,
-         logprobs: np.ndarray) -> dict[str, float]:
-  """How far training log-probs are from those recorded in the rollout."""
-  recorded = completions.logprobs[groups.rows]
-  gap = np.abs(recorded - logprobs)[groups.mask]
-  if not gap.size:
-    return {}
-  return {"training/rollout_logprobs_diff_mean": float(gap.mean()),
-          "training/rollout_logprobs_diff_max": float(gap.max())}
-
-
-def _record(step, examples, texts, scores, num_generations, kept):
-  """Lines of samples.jsonl."""
-  for b, example in enumerate(examples):
-    for g in range(num_generations):
-      n = b * num_generations + g
-      yield {"step": step + 1, "row": example.index, "sample": g,
-             "prompt": prompt_text(example.row), "completion": texts[n],
-             "reward": scores[n]["overall"],
-             "scores": scores[n], "trained": b in kept}
-
-
-def prompt_text(row: dict[str, Any]) -> str:
-  """A row's prompt in words: its text parts, media named by kind."""
-  prompt = row["prompt"]
-  if isinstance(prompt, str):
-    return prompt
-  parts = []
-  for message in prompt:
-    content = message["content"]
-    if isinstance(content, str):
-      content = [{"type": "text", "text": content}]
-    parts += [p["text"] if p["type"] == "text" else f"<{p['type']}>"
-              for p in content]
-  return " ".join(parts)

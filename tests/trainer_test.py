@@ -16,6 +16,7 @@ from rollplex_jax.models import hf
 from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
+from rollplex_jax.timeline import Timeline
 from rollplex_jax.trainer import Trainer
 from tests.helpers import tiny_checkpoint
 
@@ -224,6 +225,61 @@ class TrainerTest(parameterized.TestCase):
     self.assertEqual(trainer.params["visual"]["patch_embed"].dtype, "bfloat16")
     self.assertEqual(trainer.state.params["text"]["embed"].dtype, "float32")
     self.assertLess(values[0]["training/rollout_logprobs_diff_mean"], 0.1)
+
+  def test_records_steps(self):
+    """Every second step, none of them the first, which compiles."""
+    config = _config(
+        self.path, timeline_every=2, total_steps=5, micro_batch_size=8,
+        objective=ObjectiveConfig(loss_type="dapo", beta=0.05))
+    folder = self.folder / "recorded"
+    Trainer(config, task=VowelTask()).train(
+        folder, evaluate_ends=False, tensorboard=False)
+    files = sorted(path.name for path in (folder / "timeline").iterdir())
+    self.assertEqual(files, ["step_000002.json", "step_000002.png",
+                             "step_000004.json", "step_000004.png"])
+    events = json.loads(
+        (folder / "timeline" / files[-2]).read_text())["traceEvents"]
+    self.assertEqual(
+        [e["args"]["name"] for e in events if e["name"] == "process_name"],
+        ["rollplex, step 4"])
+    found = {(e["cat"], e["name"], e["args"].get("index"))
+             for e in events if e["ph"] == "X"}
+    self.assertLessEqual({
+        ("host", "data", None), ("host", "batch", None),
+        ("host", "reward", None), ("host", "adv", None),
+        ("rollout", "window", None), ("rollout", "decode", None),
+        ("reference", "prefix", None),
+        ("reference", "score", 0), ("reference", "score", 1),
+        ("training", "gradient", 0), ("training", "gradient", 1),
+        ("training", "prefix_backward", 1), ("training", "update", None),
+    }, found)
+    measured = [e["args"]["bytes"] for e in events if e["ph"] == "C"]
+    self.assertGreater(min(measured), 0)
+
+  def test_recording_changes_nothing(self):
+    config = _config(self.path)
+    trainer, (expected,) = self.run_steps(config, 1)
+    timeline = Timeline("rollplex")
+    got, _ = (other := Trainer(config, task=VowelTask())).step(
+        next(other._batches()), 0, timeline)
+    for name in ("actor/loss", "actor/grad_norm", "critic/score/mean"):
+      self.assertEqual(got[name], expected[name])
+    for a, b in zip(jax.tree.leaves(trainer.params),
+                    jax.tree.leaves(other.params)):
+      np.testing.assert_array_equal(a, b)
+    self.assertLessEqual(timeline.seconds, got["timing_s/step"])
+
+  def test_records_the_only_step_of_supervised_learning(self):
+    config = _config(self.path, algorithm=Algorithm.SUPERVISED,
+                     timeline_every=1, total_steps=1, mini_batch_size=2)
+    folder = self.folder / "supervised_recorded"
+    Trainer(config, task=VowelTask()).train(
+        folder, evaluate_ends=False, tensorboard=False)
+    events = json.loads((folder / "timeline" / "step_000001.json").read_text())
+    self.assertEqual(
+        ["gradient_full", "update"] * 2,
+        [e["name"] for e in events["traceEvents"]
+         if e["ph"] == "X" and e["cat"] == "training"])
 
   def test_time_limit(self):
     config = _config(self.path, total_steps=50, max_seconds=1e-3)

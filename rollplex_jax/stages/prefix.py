@@ -13,6 +13,7 @@ import enum
 from typing import Any
 
 import jax
+from jax.extend import core
 import jax.numpy as jnp
 
 from rollplex_jax.models import decoder
@@ -74,8 +75,9 @@ def prefix_forward(text: Params, config: ModelConfig, prompts: PromptInputs,
                    save: SavePolicy) -> tuple[PrefixKV, Any]:
   """`prefix_kv` and what `prefix_backward` needs under a saving policy."""
   if save == SavePolicy.ACTIVATIONS:
-    kv, pull = _vjp(text, config, prompts, features)
-    return kv, activations(pull, text)
+    kv, pull, of_weights = _vjp(text, config, prompts, features)
+    return kv, [residual for residual, own in zip(
+        jax.tree.leaves(pull), of_weights, strict=True) if not own]
   kv, inputs = prefix_kv(text, config, prompts, features)
   return kv, None if save == SavePolicy.NOTHING else inputs
 
@@ -102,9 +104,15 @@ def prefix_backward(text: Params, config: ModelConfig, prompts: PromptInputs,
     or None without features.
   """
   if save == SavePolicy.ACTIVATIONS:
-    kv, pull = _vjp(text, config, prompts, features)
-    text_grads, feature_grads = _with_activations(pull, text, saved)(
-        _like(kv_grads, kv))
+    kv, pull, of_weights = _vjp(text, config, prompts, features)
+    # What tracing the forward pass once more tells is where residuals belong.
+    # Its own are dropped, and with them the compiler drops the work that made
+    # them.
+    leaves, tree = jax.tree.flatten(pull)
+    rest = iter(saved)
+    pull = tree.unflatten([leaf if own else next(rest) for leaf, own in zip(
+        leaves, of_weights, strict=True)])
+    text_grads, feature_grads = pull(_like(kv_grads, kv))
     # Leaves that the prefix does not read have symbolic zeros made real.
     return _float32(text_grads), _float32(feature_grads)
   if save == SavePolicy.NOTHING:
@@ -135,29 +143,29 @@ def prefix_backward(text: Params, config: ModelConfig, prompts: PromptInputs,
 
 
 def _vjp(text, config, prompts, features):
-  return jax.vjp(
-      lambda text, features: prefix_kv(text, config, prompts, features)[0],
-      text, features)
+  """Differentiates `prefix_kv`.
 
-
-def activations(pull, text: Params) -> list[jax.Array]:
-  """The residuals of a vjp that are not weights themselves."""
-  weights = {id(w) for w in jax.tree.leaves(text)}
-  return [r for r in jax.tree.leaves(pull) if id(r) not in weights]
-
-
-def _with_activations(pull, text: Params, saved: list[jax.Array]):
-  """A vjp function whose residuals are `saved`, and the weights again.
-
-  `pull` comes from tracing the forward pass once more, which tells where each
-  residual belongs; its own residuals are dropped, and with them the compiler
-  drops the work that made them.
+  Returns:
+    The keys and values; the vjp function; and of each residual of that whether
+    it is made of nothing but weights: one itself, cast, turned or reshaped.
   """
-  weights = {id(w) for w in jax.tree.leaves(text)}
-  leaves, tree = jax.tree.flatten(pull)
-  rest = iter(saved)
-  return tree.unflatten(
-      [leaf if id(leaf) in weights else next(rest) for leaf in leaves])
+  def run(text, features):
+    return jax.vjp(
+        lambda text, features: prefix_kv(text, config, prompts, features)[0],
+        text, features)
+
+  traced, shapes = jax.make_jaxpr(run, return_shape=True)(text, features)
+  leaves = jax.tree.leaves(text)
+  of_weights = set(traced.jaxpr.invars[:len(leaves)])
+  is_variable = lambda v: not isinstance(v, core.Literal)
+  for equation in traced.jaxpr.eqns:
+    read = set(filter(is_variable, equation.invars))
+    if read and read <= of_weights:
+      of_weights.update(equation.outvars)
+  out = core.jaxpr_as_fun(traced)(*leaves, *jax.tree.leaves(features))
+  kv, pull = jax.tree.unflatten(jax.tree.structure(shapes), out)
+  residuals = traced.jaxpr.outvars[len(jax.tree.leaves(kv)):]
+  return kv, pull, [is_variable(v) and v in of_weights for v in residuals]
 
 
 def _like(grads, arrays):

@@ -48,6 +48,17 @@ class UnitShape:
         raise ValueError(f"{field.name} must be at least 1, found "
                          f"{getattr(self, field.name)}")
 
+  @classmethod
+  def of_tokens(cls, tokens: int, length: int) -> UnitShape:
+    """At most `tokens` in all: of one prompt, or of several short ones.
+
+    Args:
+      tokens: of a unit.
+      length: P, to which prompts are padded.
+    """
+    chunk = min(tokens, length)
+    return cls(chunk=chunk, rows=tokens // chunk)
+
   def within(self, prompts: PromptInputs) -> UnitShape:
     """The same, no larger than the batch."""
     b, p = prompts.token_ids.shape

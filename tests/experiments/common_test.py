@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 from unittest import mock
@@ -92,6 +93,20 @@ class RunTest(parameterized.TestCase):
     self.assertEqual(result.err, f"error: --json={folder}: expected a file, "
                      "found a folder\n")
     main.assert_not_called()
+
+
+class ProcessTest(absltest.TestCase):
+  """A process of its own, in which jax has yet to look for devices."""
+
+  def test_absent_devices_are_not_reported(self):
+    done = subprocess.run(
+        [sys.executable, "-c", "from experiments import common; import jax; "
+         "common.run(lambda: print(len(jax.devices()) > 0))"],
+        capture_output=True, text=True, check=False,
+        cwd=pathlib.Path(__file__).parents[2])
+    self.assertEqual(done.returncode, 0, done.stderr)
+    self.assertEqual(done.stdout, "True\n")
+    self.assertEqual(done.stderr, "")
 
 
 class DisplayTest(absltest.TestCase):

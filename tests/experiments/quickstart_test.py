@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import statistics
 
 from absl import flags
 from absl.testing import absltest, flagsaver
@@ -77,7 +78,8 @@ class QuickstartTest(absltest.TestCase):
     self.assertGreater(written["tokens_per_second"], 0)
     phases = written["phase_seconds"]
     self.assertLessEqual(
-        {"build", "warm_start", "rl", "supervised_only", "evaluation"},
+        {"build", "warm_start", "rl", "supervised_only", "evaluation",
+         "schedules"},
         set(phases))
     self.assertLessEqual({"gen", "reward", "step"}, set(phases["rl_parts"]))
     parts = sum(s for s in phases.values() if not isinstance(s, dict))
@@ -85,10 +87,45 @@ class QuickstartTest(absltest.TestCase):
     # More supervised learning gets the time that RL took, and not much more.
     self.assertGreaterEqual(
         written["supervised_only_seconds"], written["rl_seconds"])
+    self.check_schedules(written["schedules"])
     self.check_files()
 
     with self.assertRaisesRegex(InputError, "holds a run already"):
       quickstart.main()
+
+  def check_schedules(self, found):
+    """Same work, and every lane of every schedule did some of it."""
+    names = ["serial_unshared", "serial_shared", "rollplex"]
+    self.assertEqual(list(found["rows"]), names)
+    self.assertEqual((found["prompts"], found["num_generations"]), (4, 4))
+    self.assertTrue(found["added_reference"])
+    self.assertTrue(found["same_completions"])
+    self.assertLess(found["gradient_norm_spread"] or 0, 1e-5)
+    self.assertGreaterEqual(found["turns"], 5)
+    for name, row in found["rows"].items():
+      self.assertLen(row["all_seconds"], found["turns"])
+      self.assertEqual(
+          row["seconds"], statistics.median(row["all_seconds"]))
+      self.assertGreater(row["window_seconds"], 0)
+      self.assertGreater(row["peak_bytes_live"], 0)
+      if name != "rollplex":
+        self.assertAlmostEqual(
+            found["ratios"][name],
+            row["seconds"] / found["rows"]["rollplex"]["seconds"])
+    stages = {name: set(row["stage_seconds"])
+              for name, row in found["rows"].items()}
+    for name, own in zip(names, (
+        {"score_full", "gradient_full"}, {"score", "gradient"}, {"window"})):
+      self.assertLessEqual(own | {"reward", "update"}, stages[name])
+    with Image.open(self.folder / "timeline.png") as image:
+      self.assertEqual(image.width, 1200)
+    trace = json.loads((self.folder / "timeline.json").read_text())
+    self.assertEqual(
+        {(e["pid"], e["cat"]) for e in trace["traceEvents"] if e["ph"] == "X"},
+        {(pid, lane) for pid in (1, 2, 3)
+         for lane in ("rollout", "reference", "training", "host")})
+    self.assertEqual(
+        {e["pid"] for e in trace["traceEvents"] if e["ph"] == "C"}, {1, 2, 3})
 
   def check_files(self):
     lines = [json.loads(line) for line in

@@ -25,6 +25,9 @@ import numpy as np
 _H100 = pathlib.Path(__file__).with_name("h100.textproto")
 _INSTRUCTION = re.compile(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) .*\{$")
+# What makes no array, and what leaves that to another computation.
+_HANDS_ON = ("parameter", "get-tuple-element", "tuple", "bitcast")
+_CALLS = ("while", "conditional", "call", "call-start", "call-done")
 
 
 def has_plugin() -> bool:
@@ -94,11 +97,19 @@ class Instruction:
 
 
 class Program:
-  """A compiled program by computation; `entry` is the one that starts."""
+  """A compiled program.
+
+  Attributes:
+    computations: instructions of each computation, in order, by name.
+    entry: those of the computation that starts.
+    outputs: element type and dimensions of each result.
+    donated: the same of those results that are written into an argument.
+  """
 
   def __init__(self, text: str):
     self.computations: dict[str, list[Instruction]] = {}
     self.entry = lines = None
+    self.outputs = []
     for line in text.splitlines():
       header = None if line.startswith(" ") else _COMPUTATION.match(line)
       if header:
@@ -111,6 +122,11 @@ class Program:
         found = _INSTRUCTION.match(line.strip())
         if found:
           lines.append(Instruction(*found.groups()))
+          if lines is self.entry and line.startswith("  ROOT"):
+            self.outputs = lines[-1].shapes
+    aliases = re.search(r"input_output_alias=\{ (.*?\)) \}", text)
+    found = re.findall(r"\{(\d*)\}: \(", aliases[1]) if aliases else ()
+    self.donated = [self.outputs[int(i or 0)] for i in found]
 
   def loop_bodies(self) -> list[list[Instruction]]:
     """The bodies of all while loops, in the program's order."""
@@ -122,22 +138,42 @@ class Program:
     """Instructions of a computation and of those that it calls."""
     for line in lines:
       yield line
+      called = []
       if line.op in ("call", "call-start"):
-        yield from self.with_calls(
-            self.computations[line.attribute("to_apply")])
+        called = [line.attribute("to_apply")]
+      elif line.op == "conditional":
+        branches = re.search(r"branch_computations=\{(.*?)\}", line.rest)
+        called = re.findall(r"%([\w.\-]+)", branches[1]) if branches else [
+            line.attribute(f"{case}_computation") for case in ("true", "false")]
+      for name in called:
+        yield from self.with_calls(self.computations[name])
+
+  def stream_calls(self, lines: list[Instruction]) -> list[Instruction]:
+    """Starts and ends of the calls on streams that compute, in order.
+
+    Since jax 0.12 each element of a call's result passes through one more call,
+    which does nothing.
+    """
+    found = {}
+    for line in lines:
+      if line.op == "call-start":
+        inside = self.computations[line.attribute("to_apply")]
+        if not all(i.op in _HANDS_ON for i in inside):
+          found[line.name] = line
+      elif line.op == "call-done" and line.operands[0] in found:
+        found[line.name] = line
+    return list(found.values())
 
   def copies(self, lines: list[Instruction],
              sizes: set[tuple[str, int]]) -> list[Instruction]:
     """What makes an array of one of the sizes (type, elements) anew.
 
     Updates in place are told by their names, which XLA gives after the roots
-    of fusions; `call-done` and the like only hand on.
+    of fusions; what calls hand on was made inside of them.
     """
-    hands_on = ("parameter", "get-tuple-element", "tuple", "bitcast", "while",
-                "call", "call-start", "call-done")
     return [
         line for line in self.with_calls(lines)
-        if line.op not in hands_on and "dynamic_update_slice" not in line.name
+        if line.op not in _HANDS_ON + _CALLS and "dynamic_update_slice" not in line.name
         and any((kind, math.prod(dims)) in sizes
                 for kind, dims in line.shapes)]
 

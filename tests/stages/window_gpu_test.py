@@ -4,6 +4,8 @@ Layers have the size of Qwen2.5-VL-32B's, split 8 ways, so that each device has
 5 query heads, 1 key/value head and 3456 of the MLP.
 """
 
+import math
+
 from absl.testing import absltest
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,9 @@ from rollplex_jax.models.weights import is_weight
 from rollplex_jax.stages import prefix_units, window
 from rollplex_jax.stages.prefix_units import UnitShape
 from rollplex_jax.stages.sampling import SamplingConfig
-from tests.helpers import gpu_program
+from tests.helpers import devices, gpu_program
+
+devices.use_virtual_devices()
 
 _TP, _LAYERS = 8, 3
 # Prompts, samples of each, and padded lengths; chosen so that arrays of
@@ -130,8 +134,7 @@ class WindowOnGpuTest(absltest.TestCase):
 
   def test_reference_calls_run_in_pairs(self):
     body = self.body("reference")
-    calls = [i for i in body if i.op in ("call-start", "call-done")
-             and i.type != "()"]
+    calls = self.program.stream_calls(body)
     # Both halves of each layer, but for the last's MLP: decode's alone.
     self.assertLen(calls, 4 * (2 * _LAYERS - 1))
     for i in range(0, len(calls), 4):
@@ -155,14 +158,25 @@ class WindowOnGpuTest(absltest.TestCase):
 
   def test_no_cache_and_no_weight_is_copied(self):
     k, n = _K // _TP * _HEAD, _B * _G
-    sizes = {("bf16", size) for size in (
-        _B * k * _P, _B * _P * _D // _TP, _F // _TP * _D,
-        _H // _TP * _HEAD * _D, k * _D, _VOCAB // _TP * _D)}
+    counts = {_B * k * _P, _B * _P * _D // _TP, _F // _TP * _D,
+              _H // _TP * _HEAD * _D, k * _D, _VOCAB // _TP * _D}
+    sizes = {("bf16", count) for count in counts}
+    # Nor cast; partial sums of a chunk's values are as large as key weights.
+    sizes |= {("f32", count) for count in counts - {k * _D}}
     self.assertEmpty(self.program.copies(self.program.entry, sizes))
     # Only the suffix caches are made, once.
     sizes.add(("bf16", n * k * _R))
     for body in self.bodies:
       self.assertEmpty(self.program.copies(body, sizes))
+
+  def test_units_cut_out_what_they_attend_to(self):
+    # Of all prompts' keys and values those of its own, and nothing else does.
+    size = ("bf16", _K // _TP * _HEAD * _P)
+    counts = [
+        sum((kind, math.prod(dims)) == size
+            for line in self.program.copies(body, {size})
+            for kind, dims in line.shapes) for body in self.bodies]
+    self.assertCountEqual(counts, [2 * (_LAYERS - 1)] * 4 + [0])
 
 
 if __name__ == "__main__":

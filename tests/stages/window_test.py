@@ -277,6 +277,13 @@ class WindowTest(parameterized.TestCase):
 
 class UnitsTest(absltest.TestCase):
 
+  def test_short_prompts_share_a_unit(self):
+    for tokens, length, chunk, rows in (
+        (256, 2048, 256, 1), (256, 256, 256, 1), (256, 200, 200, 1),
+        (256, 32, 32, 8), (7, 32, 7, 1)):
+      self.assertEqual(UnitShape.of_tokens(tokens, length),
+                       UnitShape(chunk=chunk, rows=rows))
+
   def test_places(self):
     # Three micro-batches of two prompts; the last holds prompts 3 and 4.
     prompts, _ = batches.prompt_inputs(
