@@ -68,6 +68,15 @@ def extents(box: Box) -> tuple[int, ...]:
   return tuple(stop - start for start, stop in box)
 
 
+def overlap(a: Box, b: Box) -> Box:
+  """Where two boxes overlap."""
+  out = []
+  for (start, stop), (other, end) in zip(a, b):
+    start = max(start, other)
+    out.append((start, max(start, min(stop, end))))
+  return tuple(out)
+
+
 def offset(source: Box, target: Box) -> int | None:
   """Where one box begins in the row-major memory of another, in elements.
 
