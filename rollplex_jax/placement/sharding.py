@@ -20,7 +20,7 @@ Model code calls `constrain` with logical axes. It does nothing outside of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
@@ -99,8 +99,8 @@ class Rules:
   kv_heads: tuple[str, ...] = ()
   mlp: tuple[str, ...] = ()
 
-  def spec(self, *logical: str | None) -> PartitionSpec:
-    """How an array with these logical axes lies on the mesh.
+  def axes(self, *logical: str | None) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes that split each dimension of an array.
 
     Raises:
       ValueError: if a mesh axis would split two of its dimensions.
@@ -111,7 +111,11 @@ class Rules:
       twice = next(axis for axis in used if used.count(axis) > 1)
       raise ValueError(
           f"mesh axis {twice} splits two dimensions of {logical}")
-    return PartitionSpec(*(part or None for part in parts))
+    return tuple(parts)
+
+  def spec(self, *logical: str | None) -> PartitionSpec:
+    """`axes` as jax takes them."""
+    return _spec(self.axes(*logical))
 
 
 def make_rules(shape: MeshShape, sizes: Mapping[str, int],
@@ -121,8 +125,8 @@ def make_rules(shape: MeshShape, sizes: Mapping[str, int],
 
   Args:
     shape: of the mesh.
-    sizes: of "vocab", "heads", "kv_heads", "mlp" and "embed", those that the
-      model part has.
+    sizes: of "embed", and of "vocab", "heads", "kv_heads" and "mlp" those that
+      the model part has.
     tensor_axes: a prefix of ("tp_major", "tp_minor").
     what: names the stage and model part in errors.
     split_all: refuse heads and MLP that do not divide; otherwise keep them
@@ -140,12 +144,13 @@ def make_rules(shape: MeshShape, sizes: Mapping[str, int],
   for name in SPLIT:
     if name not in sizes:
       continue
-    axes = _dividing(shape, tensor_axes, sizes[name])
+    # Attention pairs query heads with key heads: those split no finer.
+    within = split.get("heads", ()) if name == "kv_heads" else tensor_axes
+    axes = _dividing(shape, within, sizes[name])
     if split_all and axes != tensor_axes and name not in _MAY_STAY_WHOLE:
       raise InputError(f"{what}: {sizes[name]} {name} do not divide by tensor "
                        f"parallelism {ways}")
     split[name] = axes
-  # Attention pairs query heads with key heads: split no finer than queries.
   fsdp = ("fsdp",) if sizes["embed"] % shape.fsdp == 0 else ()
   if shape.fsdp > 1 and not fsdp and split_all:
     raise InputError(f"{what}: the model dimension {sizes['embed']} does not "
@@ -164,6 +169,14 @@ def _dividing(shape: MeshShape, axes: tuple[str, ...],
   return axes
 
 
+def _spec(parts: Iterable[Sequence[str]]) -> PartitionSpec:
+  return PartitionSpec(*(tuple(part) or None for part in parts))
+
+
+def _shape_of(mesh: Mesh) -> MeshShape:
+  return MeshShape(**{axis: mesh.shape[axis] for axis in AXES})
+
+
 def fully_sharded(shape: MeshShape, rules: Rules,
                   weight_shape: Sequence[int],
                   logical: Sequence[str | None]) -> PartitionSpec:
@@ -172,16 +185,17 @@ def fully_sharded(shape: MeshShape, rules: Rules,
   For what no program multiplies by: master weights, moments, gradients. Axes
   that `rules` leave out go to the largest dimension that still divides.
   """
-  parts = [list(getattr(rules, name)) if name else [] for name in logical]
+  parts = [list(_dividing(shape, part, size))
+           for part, size in zip(rules.axes(*logical), weight_shape)]
   for axis in AXES:
-    if any(axis in part for part in parts):
+    if getattr(shape, axis) == 1 or any(axis in part for part in parts):
       continue
     left = [size // shape.ways(part)
             for size, part in zip(weight_shape, parts)]
     fits = [i for i, n in enumerate(left) if n % getattr(shape, axis) == 0]
     if fits:
       parts[max(fits, key=lambda i: left[i])].append(axis)
-  return PartitionSpec(*(tuple(part) or None for part in parts))
+  return _spec(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,14 +218,23 @@ class Placement:
     return NamedSharding(self.mesh, getattr(self, part).spec(*logical))
 
   def weights(self, declared: Any, part: str = "text") -> Any:
-    """A tree of shardings for a tree of declared weights (with `.axes`)."""
-    return jax.tree.map(
-        lambda w: self.sharding(*w.axes, part=part), declared,
-        is_leaf=lambda w: hasattr(w, "axes"))
+    """A tree of shardings for a tree of declared weights (with `.axes`).
+
+    Weights of one logical axis may differ in size (the patch merger's MLP is
+    wider than the tower's): what does not divide is split by fewer axes.
+    """
+    shape, rules = _shape_of(self.mesh), getattr(self, part)
+
+    def place(weight):
+      return NamedSharding(self.mesh, _spec(
+          _dividing(shape, axes, size)
+          for axes, size in zip(rules.axes(*weight.axes), weight.shape)))
+
+    return jax.tree.map(place, declared, is_leaf=lambda w: hasattr(w, "axes"))
 
   def master(self, declared: Mapping[str, Any]) -> dict[str, Any]:
     """Shardings over all devices for {"text": ..., "visual": ...} weights."""
-    shape = MeshShape(**self.mesh.shape)
+    shape = _shape_of(self.mesh)
 
     def of(part, w):
       rules = self.vision if part == "visual" else self.text
@@ -260,14 +283,10 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
   mesh, rules = current
   if len(logical) != x.ndim:
     raise ValueError(f"{logical} for an array of {x.shape}")
-  spec = rules.spec(*logical)
-  # A spec holds the name itself where one axis splits a dimension.
-  ways = lambda part: math.prod(
-      mesh.shape[axis]
-      for axis in ((part,) if isinstance(part, str) else part or ()))
-  spec = PartitionSpec(*(
-      part if size % ways(part) == 0 else None
-      for part, size in zip(spec, x.shape)))
+  shape = _shape_of(mesh)
+  spec = _spec(
+      axes if size % shape.ways(axes) == 0 else ()
+      for axes, size in zip(rules.axes(*logical), x.shape))
   return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
