@@ -19,7 +19,8 @@ import ml_collections
 from ml_collections import config_dict
 
 from rollplex_jax.errors import InputError
-from rollplex_jax.schedule import ScheduleConfig, ScheduleName
+from rollplex_jax.placement.mesh import MeshConfig
+from rollplex_jax.schedule import PrefixSource, ScheduleConfig, ScheduleName
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
 
@@ -155,7 +156,7 @@ class TrainConfig:
 
   Attributes:
     algorithm: "rl" or "supervised".
-    policy, data, rollout, objective, optimizer, schedule: see there.
+    policy, data, rollout, objective, optimizer, mesh, schedule: see there.
     train_batch_size: prompts (supervised: rows) per step.
     gen_batch_size: prompts that are rolled out per step; those groups whose
       rewards are not all equal are trained on, up to train_batch_size (DAPO's
@@ -191,6 +192,7 @@ class TrainConfig:
       default_factory=ObjectiveConfig)
   optimizer: OptimizerConfig = dataclasses.field(
       default_factory=OptimizerConfig)
+  mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
   schedule: ScheduleConfig = dataclasses.field(
       default_factory=lambda: ScheduleConfig(name=ScheduleName.ROLLPLEX))
   train_batch_size: int = 8
@@ -261,6 +263,38 @@ class TrainConfig:
   def updates_per_step(self) -> int:
     return (self.num_iterations * self.train_batch_size
             // self.prompts_per_update)
+
+
+def check_mesh(config: TrainConfig, parts: int) -> None:
+  """Checks what a mesh asks of a run, before anything runs.
+
+  Args:
+    config: of the run.
+    parts: into how many the mesh splits a batch.
+
+  Raises:
+    InputError: naming both numbers that do not fit.
+  """
+  mesh, schedule = config.mesh, config.schedule
+  for name in ("train_batch_size", "gen_batch_size", "micro_batch_size"):
+    if getattr(config, name) % parts:
+      raise InputError(f"{name}={getattr(config, name)}: expected a multiple "
+                       f"of the {parts} parts into which the mesh splits a "
+                       "batch")
+  if config.algorithm == Algorithm.SUPERVISED:
+    return
+  if mesh.shape.size > 1 and schedule.name == ScheduleName.DISAGGREGATED:
+    raise InputError(
+        f"schedule.name=disaggregated with a mesh of {mesh.shape.size} devices: "
+        "each pool is one device; expected no mesh")
+  if (mesh.training_tp != mesh.rollout_tp
+      and schedule.name == ScheduleName.ROLLPLEX
+      and schedule.prefix_source == PrefixSource.ROLLOUT):
+    raise InputError(
+        f"schedule.prefix_source=rollout with mesh.training_tp="
+        f"{mesh.training_tp} and mesh.rollout_tp={mesh.rollout_tp}: the "
+        "rollout's prefixes lie otherwise than training's; expected "
+        "schedule.prefix_source=window")
 
 
 def to_config_dict(config: Any) -> ml_collections.ConfigDict:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 from typing import Any
 
@@ -16,6 +16,7 @@ from rollplex_jax.data import batching
 from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
+from rollplex_jax.placement.layout import LayoutPlan
 from rollplex_jax.placement.pools import Pools
 from rollplex_jax.placement.sharding import Placement
 from rollplex_jax.samples import (
@@ -80,7 +81,7 @@ class Step:
                reference: Model | None, *, num_generations: int, seed: int,
                step: int, several_updates: bool = False,
                pools: Pools | None = None,
-               to_rollout: Callable[[Params], Params] | None = None,
+               layout: LayoutPlan | None = None,
                timeline: Timeline | None = None):
     """Nothing runs yet.
 
@@ -93,8 +94,8 @@ class Step:
       seed, step: key the sampling.
       several_updates: old log-probs will be needed.
       pools: of a disaggregated run. Units of a pool run in its process only.
-      to_rollout: lays weights out as the rollout reads them, if that isn't how
-        training does.
+      layout: how the decoder's weights come to the rollout, if it does not
+        read them as training does.
       timeline: records units if given.
 
     Raises:
@@ -106,13 +107,13 @@ class Step:
     self.store = Store()
     self._timeline = timeline or Timeline("", enabled=False)
     self._pools = pools
-    self._to_rollout = to_rollout
+    self._layout = layout
     self._keys = (seed, step, num_generations)
     self.facts = Facts(
         has_media=batch.vision is not None,
         has_reference=reference is not None,
         trains_tower="visual" in settings.trained,
-        scores_policy=several_updates, moves_weights=to_rollout is not None)
+        scores_policy=several_updates, moves_weights=layout is not None)
     num_features = 0 if batch.vision is None else vlm.num_features(
         settings.config, batch.vision)
     fitted, self.fallback = prefix_budget.within_budget(
@@ -130,6 +131,7 @@ class Step:
     if self._runs(Lane.ROLLOUT):
       done = jax.device_get(self._get("completions"))
       self.store.drop("completions")
+      self._release_weights()
     else:
       done = self._no_completions()
     return done if self._pools is None else self._pools.share_completions(done)
@@ -211,6 +213,13 @@ class Step:
     return (self._pools.rolls_out_here() if lane == Lane.ROLLOUT
             else self._pools.trains_here())
 
+  def _release_weights(self) -> None:
+    """Views go before what they view is donated, copies when they are read."""
+    for name in ("rollout/weights", "reference/weights"):
+      if self._layout is not None and name in self.store.names():
+        self._layout.release(self._get(name)["text"])
+        self.store.drop(name)
+
   def _no_completions(self) -> Completions:
     """Completions of this step's shapes, for those made elsewhere."""
     shape = (len(self.batch.inputs.lengths), self._keys[2])
@@ -272,7 +281,8 @@ class Step:
     del item
     (name,) = unit.writes
     if self._pools is None:
-      return self._put(name, self._to_rollout(self._params(unit)))
+      return self._put(name, {
+          "text": self._layout.rollout_weights(self._params(unit)["text"])})
     policy = self.policy
     versions = {"text": policy.version, "visual": policy.tower_version}
     return self._put(name, {
@@ -332,7 +342,7 @@ class Step:
         jax.device_put(self.batch.inputs), self._get("rollout/kv"), own,
         theirs, self._sample_keys(), artifacts, place=s.rollout)
     self._put("completions", done)
-    if self._to_rollout is not None:
+    if self._layout is not None:
       artifacts = programs.reshard_artifacts(artifacts, place=s.training)
     if artifacts.reference is not None:
       self._put("reference/kv", artifacts.reference.kv)

@@ -208,13 +208,14 @@ def rollout_plan(config: ScheduleConfig, facts: Facts) -> list[Unit]:
 
 def kept_after_rollout(config: ScheduleConfig,
                        plan: Sequence[Unit]) -> set[str]:
-  """Artefacts of the rollout's plan that later phases read."""
+  """Artefacts that outlive the rollout's plan: what later phases read, and
+  weights in the rollout's layout, which are given back when it has ended."""
   made = {name for unit in plan for name in unit.writes}
   if config.name == ScheduleName.ROLLPLEX:
     if config.prefix_source == PrefixSource.WINDOW:
       made.discard("rollout/kv")
-    return made - {"rollout/weights", "reference/weights"}
-  return made & {"completions", "policy/features"}
+    return made
+  return made & {"completions", "policy/features", "rollout/weights"}
 
 
 def _apart(facts: Facts) -> list[Unit]:

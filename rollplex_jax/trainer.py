@@ -26,8 +26,12 @@ import numpy as np
 
 from rollplex_jax import inference, reports
 from rollplex_jax import metrics as metrics_lib
-from rollplex_jax.artifacts import Model
-from rollplex_jax.config import Algorithm, TrainConfig, to_config_dict
+from rollplex_jax.config import (
+  Algorithm,
+  TrainConfig,
+  check_mesh,
+  to_config_dict,
+)
 from rollplex_jax.data import batching
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
@@ -37,6 +41,7 @@ from rollplex_jax.executor import Settings, Step, supervised_gradient
 from rollplex_jax.models import hf, weights
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement.pools import Pools
+from rollplex_jax.policy import Policy
 from rollplex_jax.samples import Groups, make_batch
 from rollplex_jax.schedule import ScheduleName
 from rollplex_jax.stages import objectives, update
@@ -63,6 +68,7 @@ class Trainer:
     model_config: the policy's.
     processor: its tokenizer and preprocessors.
     task: what is learned.
+    policy: what is trained.
     params: current compute parameters.
     state: master weights and optimizer state.
     evaluations: (step, evaluation) of the last call of `train`.
@@ -89,20 +95,17 @@ class Trainer:
         config.data, self.processor, supervised=self.supervised)
     if len(self.task.train_rows) < 1:
       raise InputError("data: there are no rows to train on")
-    dtype = jnp.dtype(config.policy.compute_dtype)
-    self.model_config, loaded = hf.load_checkpoint(
-        config.policy.path, jnp.float32)
-    self.frozen = {}
-    if "visual" in loaded and config.policy.freeze_vision_tower:
-      self.frozen = update.cast_params({"visual": loaded.pop("visual")}, dtype)
-    self.optimizer = update.make_optimizer(config.optimizer)
-    self.state = update.create_state(loaded, self.optimizer)
-    self._trained = update.cast_params(self.state.params, dtype)
+    self.policy = Policy(
+        config.policy.path, mesh=config.mesh, optimizer=config.optimizer,
+        dtype=config.policy.compute_dtype,
+        freeze_vision_tower=config.policy.freeze_vision_tower)
+    self.model_config, places = self.policy.config, self.policy.places
+    self._parts = 1 if places is None else places.parts
+    check_mesh(config, self._parts)
     self.reference = None
     if not self.supervised and config.objective.beta > 0:
       # A copy: the first update donates the master weights.
-      self.reference = Model({**self.frozen, **jax.tree.map(
-          jnp.copy, self._trained)}, 0)
+      self.reference = self.policy.copy()
     # dr_grpo divides by the rollout's length limit.
     self.objective = dataclasses.replace(
         config.objective,
@@ -118,19 +121,24 @@ class Trainer:
         config=self.model_config, schedule=config.schedule,
         sampling=self.sampling, objective=self.objective,
         micro_batch_size=config.micro_batch_size, remat=config.policy.remat,
-        with_entropy=config.with_entropy, trained=tuple(self._trained))
+        with_entropy=config.with_entropy, trained=tuple(self.policy.trained),
+        training=places and places.training, rollout=places and places.rollout)
     self._pools = None
     if config.schedule.name == ScheduleName.DISAGGREGATED:
       self._pools = Pools(jax.local_devices())
     self._warned: set[str] = set()
-    self.version = 0
     self.skipped_rows = 0
     self.evaluations: list[tuple[int, Evaluation]] = []
 
   @property
   def params(self) -> Params:
     """{"text": ..., "visual": ...} in the compute dtype."""
-    return {**self.frozen, **self._trained}
+    return self.policy.params
+
+  @property
+  def state(self) -> update.TrainState:
+    """Master weights and optimizer state."""
+    return self.policy.state
 
   @property
   def num_parameters(self) -> int:
@@ -303,12 +311,12 @@ class Trainer:
     with timer.timeline.event("batch", "host"):
       batch = make_batch(
           self.model_config, [e.prompt for e in examples],
-          [e.index for e in examples])
+          [e.index for e in examples], parts=self._parts)
     work = Step(
-        self.settings, batch, self._policy(), self.reference,
+        self.settings, batch, self.policy.model(), self.reference,
         num_generations=rollout.num_generations, seed=config.seed, step=step,
         several_updates=config.updates_per_step > 1, pools=self._pools,
-        timeline=timer.timeline)
+        layout=self.policy.layout, timeline=timer.timeline)
     if work.fallback and work.fallback not in self._warned:
       self._warned.add(work.fallback)
       logging.warning("%s", work.fallback)
@@ -353,7 +361,6 @@ class Trainer:
   def _updates(self, work: Step, groups: Groups, completions: Completions,
                step: int, timer):
     """Scores under reference and old policy, then updates the policy."""
-    config = self.config
     with timer.phase("old_log_prob" if self.reference is None else "ref"):
       groups = work.score(groups)
     values, total, gap = {}, None, {}
@@ -368,22 +375,14 @@ class Trainer:
         if i == 0:
           gap = reports.logprob_gap(completions, part, logprobs)
         with timer.timeline.event("update", "training") as wait:
-          self.state, self._trained, new = wait(update.apply_gradients(
-              self.state, grads, self.optimizer, config.policy.compute_dtype))
+          new = wait(self.policy.update(grads))
         del grads
-        self.version += 1
-        work.update_policy(self._policy())
+        work.update_policy(self.policy.model())
         values |= new
         total = metrics if total is None else total.merge(metrics)
       values |= total.finalize()
       values = {k: float(v) for k, v in jax.device_get(values).items()}
     return values | gap
-
-  def _policy(self) -> Model:
-    """The current parameters with the number of updates behind them."""
-    trains_tower = "visual" in self._trained
-    return Model(self.params, self.version,
-                 self.version if trains_tower else 0)
 
   def _mini_batches(self, num_groups: int, step: int):
     """Group numbers of each mini-batch, over all iterations.
@@ -417,7 +416,8 @@ class Trainer:
     with timer.phase("data", "host"):
       prompts, responses = zip(*(e.prompt for e in examples))
       batch = make_batch(
-          self.model_config, prompts, [e.index for e in examples])
+          self.model_config, prompts, [e.index for e in examples],
+          parts=self._parts)
       token_ids, lengths = batching.stack_responses(responses)
       groups = Groups(
           rows=np.arange(len(prompts), dtype=np.int32),
@@ -429,13 +429,12 @@ class Trainer:
       for i in range(0, len(prompts), size):
         with timer.timeline.event("gradient_full", "training") as wait:
           grads, loss = wait(supervised_gradient(
-              self._trained, self.frozen, self.model_config, batch,
+              self.policy.trained, self.policy.frozen, self.model_config, batch,
               groups.take(np.arange(i, min(i + size, len(prompts)))),
               micro_batch_size=config.micro_batch_size,
-              remat=config.policy.remat))
+              remat=config.policy.remat, place=self.settings.training))
         with timer.timeline.event("update", "training") as wait:
-          self.state, self._trained, new = wait(update.apply_gradients(
-              self.state, grads, self.optimizer, config.policy.compute_dtype))
+          new = wait(self.policy.update(grads))
         values |= new
         losses.append(loss)
       values = {k: float(v) for k, v in jax.device_get(values).items()}

@@ -39,7 +39,7 @@ _CONFIG = ModelConfig(
 
 @functools.cache
 def _device() -> NamedSharding:
-  return NamedSharding(gpu_program.h100_mesh(1, "x"), PartitionSpec())
+  return NamedSharding(gpu_program.h100_mesh((1,), ("x",)), PartitionSpec())
 
 
 def _on_gpu(tree, dtype=None):

@@ -69,14 +69,16 @@ def load_config(path: str | os.PathLike) -> ModelConfig:
 
 
 def load_checkpoint(
-    path: str | os.PathLike, dtype=None,
-    config: ModelConfig | None = None) -> tuple[ModelConfig, Params]:
+    path: str | os.PathLike, dtype=None, config: ModelConfig | None = None,
+    shardings: Any = None) -> tuple[ModelConfig, Params]:
   """Loads a checkpoint folder, tensor by tensor.
 
   Args:
     path: folder with config.json and safetensors.
     dtype: of the parameters; None keeps each tensor's own.
     config: if given, used in place of the folder's config.json.
+    shardings: of the parameters, a tree like theirs; a process then copies
+      only what its devices hold. None puts them whole on one device.
 
   Returns:
     The configuration and the parameters, {"text": ..., "visual": ...}. Host
@@ -93,13 +95,25 @@ def load_checkpoint(
   with _Shards(folder, files) as shards:
     _check(shards, leaves, config, folder)
     arrays, last = [], (None, None)
-    for weight in leaves:
+    places = [None] * len(leaves) if shardings is None else jax.tree.leaves(
+        shardings)
+    for weight, place in zip(leaves, places, strict=True):
       if last[0] != weight.name:
         last = (weight.name, shards.read(weight.name))
       # jnp.array copies: an array that shared the buffer of a tensor that is
       # cut in parts would keep the whole of it alive.
-      arrays.append(jnp.array(weight.from_checkpoint(last[1]), dtype=dtype))
+      value = weight.from_checkpoint(last[1])
+      arrays.append(jnp.array(value, dtype=dtype) if place is None
+                    else _spread(value, dtype, place))
   return config, structure.unflatten(arrays)
+
+
+def _spread(value: np.ndarray, dtype, sharding) -> jax.Array:
+  """An array of which every device gets its part."""
+  dtype = value.dtype if dtype is None else dtype
+  return jax.make_array_from_callback(
+      value.shape, sharding,
+      lambda index: np.array(value[index]).astype(dtype))
 
 
 def save_checkpoint(

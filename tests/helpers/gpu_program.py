@@ -6,7 +6,7 @@ that a test can read. Only tests marked `cuda_plugin` may call these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -35,13 +35,15 @@ def has_plugin() -> bool:
   return importlib.util.find_spec("jax_cuda13_plugin") is not None
 
 
-def h100_mesh(count: int, axis: str) -> jax.sharding.Mesh:
-  """A mesh of `count` H100s in one host, none of which exists."""
+def h100_mesh(shape: Sequence[int],
+              axes: Sequence[str]) -> jax.sharding.Mesh:
+  """A mesh of H100s in one host, none of which exists."""
   # The plugin looks for libraries that only running would need.
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
   topology = topologies.get_topology_desc(
-      "", "cuda", topology=f"1x1x{count}", target_config=_H100.read_text())
-  return jax.sharding.Mesh(np.array(topology.devices), (axis,))
+      "", "cuda", topology=f"1x1x{math.prod(shape)}",
+      target_config=_H100.read_text())
+  return jax.sharding.Mesh(np.array(topology.devices).reshape(shape), axes)
 
 
 def compile_for_gpu(function, *args) -> Program:

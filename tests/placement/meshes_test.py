@@ -8,6 +8,7 @@ from rollplex_jax import samples
 from rollplex_jax.artifacts import Model
 from rollplex_jax.executor import Settings, Step
 from rollplex_jax.models import vlm
+from rollplex_jax.placement.layout import plan_layout
 from rollplex_jax.placement.mesh import MeshConfig, make_places
 from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
@@ -58,17 +59,17 @@ class MeshesTest(parameterized.TestCase):
     batch = samples.make_batch(
         self.config, self.prompts, range(10, 18),
         parts=places.parts if places else 1)
-    params, reference, to_rollout = self.params, self.reference, None
+    params, reference, layout = self.params, self.reference, None
     if places:
       declared = vlm.weights(self.config)
       params, reference = (
           jax.device_put(tree, places.training.storage(declared))
           for tree in (params, reference))
       if places.differ:
-        shardings = places.rollout.storage(declared)
-        to_rollout = lambda tree: jax.device_put(tree, shardings)
+        layout = plan_layout(declared["text"], places.training,
+                             places.rollout, np.float32)
     work = Step(settings, batch, Model(params, 0), Model(reference, 0),
-                num_generations=_G, seed=3, step=1, to_rollout=to_rollout)
+                num_generations=_G, seed=3, step=1, layout=layout)
     done = work.roll_out()
     advantages = np.random.default_rng(0).normal(size=(8, _G))
     groups = work.score(samples.Groups(

@@ -4,6 +4,7 @@ Layers have the size of Qwen2.5-VL-32B's, split 8 ways, so that each device has
 5 query heads, 1 key/value head and 3456 of the MLP.
 """
 
+import dataclasses
 import math
 
 from absl.testing import absltest
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import pytest
 
-from rollplex_jax.models import decoder
+from rollplex_jax.models import decoder, vlm
 from rollplex_jax.models.config import ModelConfig, TextConfig
 from rollplex_jax.models.inputs import PromptInputs
 from rollplex_jax.models.weights import is_weight
+from rollplex_jax.placement import sharding
+from rollplex_jax.placement.sharding import MeshShape, Placement
 from rollplex_jax.stages import prefix_units, window
 from rollplex_jax.stages.prefix_units import UnitShape
 from rollplex_jax.stages.sampling import SamplingConfig
@@ -40,27 +43,34 @@ def _compile() -> gpu_program.Program:
           num_key_value_heads=_K, mrope_section=(16, 24, 24), rope_theta=1e6),
       vision=None, image_token_id=1, video_token_id=2,
       vision_start_token_id=3, vision_end_token_id=4, eos_token_ids=(5,))
-  mesh = gpu_program.h100_mesh(_TP, "tp")
+  shape = MeshShape(tp_major=_TP)
+  mesh = gpu_program.h100_mesh((1, 1, _TP, 1), sharding.AXES)
+  rules = dataclasses.replace(
+      sharding.make_rules(
+          shape, vlm.axis_sizes(config)["text"], sharding.TENSOR_AXES,
+          what="window"), embed=())
+  place = Placement(mesh, rules, rules)
+  tp = rules.heads
 
   def spec(shape, dtype, *axes):
     return jax.ShapeDtypeStruct(
         shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
   weights = jax.tree.map(
-      lambda w: spec(w.shape, jnp.bfloat16, *window.tensor_parallel(w, "tp")),
+      lambda w: spec(w.shape, jnp.bfloat16, *rules.spec(*w.axes)),
       decoder.weights(config.text), is_leaf=is_weight)
   prompts = PromptInputs(
       token_ids=spec((_B, _P), jnp.int32), lengths=spec((_B,), jnp.int32),
       positions=spec((3, _B, _P), jnp.int32),
       feature_index=spec((_B, _P), jnp.int32),
       next_position=spec((_B,), jnp.int32), row_ids=spec((_B,), jnp.int32))
-  kv = [(spec((_B, _K, _HEAD, _P), jnp.bfloat16, None, "tp"),
-         spec((_B, _K, _P, _HEAD), jnp.bfloat16, None, "tp"))] * _LAYERS
-  inputs = [spec((_B, _P, _D), jnp.bfloat16, None, None, "tp")] * _LAYERS
+  kv = [(spec((_B, _K, _HEAD, _P), jnp.bfloat16, None, tp),
+         spec((_B, _K, _P, _HEAD), jnp.bfloat16, None, tp))] * _LAYERS
+  inputs = [spec((_B, _P, _D), jnp.bfloat16, None, None, tp)] * _LAYERS
   features = spec((2048, _D), jnp.bfloat16)
   keys = spec((_B, _G), jax.eval_shape(lambda: jax.random.key(0)).dtype)
   run = window.shard_window(
-      mesh, "tp", config,
+      place, config,
       SamplingConfig(max_completion_length=_R, eos_token_ids=(5,)),
       window.WindowConfig(
           unit=UnitShape(chunk=_CHUNK, rows=1, key_extents=1), streams=True))

@@ -1,0 +1,126 @@
+"""The policy in training: its master weights, its compute copies, their places.
+
+Three copies of the trained weights exist at most, each in a layout of its own:
+float32 master weights and moments, sharded over all devices; the weights that
+training reads, in the compute dtype; and during a rollout what `LayoutPlan`
+must rebuild of them for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rollplex_jax.artifacts import Model
+from rollplex_jax.models import hf, vlm
+from rollplex_jax.models.weights import Params
+from rollplex_jax.placement.layout import LayoutPlan, plan_layout
+from rollplex_jax.placement.mesh import MeshConfig, make_places
+from rollplex_jax.stages import update
+from rollplex_jax.stages.update import OptimizerConfig, TrainState
+
+
+class Policy:
+  """A policy that learns.
+
+  Attributes:
+    config: the model's configuration.
+    places: rules of its stages on the run's mesh, or None on one device.
+    layout: how its weights come to the rollout, or None if it reads them as
+      training does.
+    state: master weights, moments and step counts.
+    frozen: compute parameters of the parts that do not learn.
+    trained: compute parameters of the parts that do.
+    version: updates so far.
+  """
+
+  def __init__(self, path: str, *, mesh: MeshConfig, optimizer: OptimizerConfig,
+               dtype: str, freeze_vision_tower: bool):
+    """Loads a checkpoint onto the mesh.
+
+    Raises:
+      InputError: naming the file, tensor or mesh axis that is wrong.
+    """
+    self.config = hf.load_config(path)
+    self.places = make_places(mesh, vlm.axis_sizes(self.config))
+    self._dtype = jnp.dtype(dtype)
+    declared = vlm.weights(self.config)
+    master = storage = None
+    if self.places is not None:
+      master = self.places.training.master(declared)
+      storage = self.places.training.storage(declared)
+    _, loaded = hf.load_checkpoint(
+        path, jnp.float32, self.config, shardings=master)
+    self.frozen: Params = {}
+    if "visual" in loaded and freeze_vision_tower:
+      frozen = {"visual": loaded.pop("visual")}
+      self.frozen = _lay_out(_part(storage, frozen), self._dtype)(frozen)
+    self._optimizer = update.make_optimizer(optimizer)
+    self.state: TrainState = update.create_state(loaded, self._optimizer)
+    self._storage = _part(storage, loaded)
+    self.trained = self._compute_copy()
+    self.version = 0
+    self.layout: LayoutPlan | None = None
+    if self.places is not None and self.places.differ:
+      self.layout = plan_layout(
+          declared["text"], self.places.training, self.places.rollout,
+          self._dtype)
+
+  @property
+  def params(self) -> Params:
+    """{"text": ..., "visual": ...} in the compute dtype."""
+    return {**self.frozen, **self.trained}
+
+  def model(self) -> Model:
+    """The current parameters with the number of updates behind them."""
+    return Model(self.params, self.version,
+                 self.version if "visual" in self.trained else 0)
+
+  def copy(self) -> Model:
+    """The policy as it is now, for good. A frozen tower is shared."""
+    return Model({**self.frozen, **jax.tree.map(jnp.copy, self.trained)}, 0)
+
+  def update(self, grads: Params) -> dict[str, jax.Array]:
+    """One step of the optimizer.
+
+    Args:
+      grads: float32 gradients of the trained parts; deleted.
+
+    Returns:
+      Metrics of `update.apply_gradients`.
+    """
+    dtype = self._dtype if self._storage is None else jnp.float32
+    # Weights of the old version go before those of the new one come.
+    self.trained = None
+    self.state, trained, metrics = update.apply_gradients(
+        self.state, grads, self._optimizer, dtype)
+    self.trained = (trained if self._storage is None else self._compute_copy())
+    self.version += 1
+    return metrics
+
+  def _compute_copy(self) -> Params:
+    """Master weights as training reads them."""
+    if self._storage is None:
+      return update.cast_params(self.state.params, self._dtype)
+    return _lay_out(self._storage, self._dtype)(self.state.params)
+
+
+def _part(shardings: Params | None, params: Params) -> Params | None:
+  return shardings and {part: shardings[part] for part in params}
+
+
+def _lay_out(shardings: Any, dtype):
+  """A program that casts a tree and puts it where `shardings` say."""
+  if shardings is None:
+    return lambda tree: update.cast_params(tree, dtype)
+  leaves, tree = jax.tree.flatten(shardings)
+  return _cast_program(tuple(leaves), tree, dtype)
+
+
+@functools.cache
+def _cast_program(leaves, tree, dtype):
+  return jax.jit(lambda params: jax.tree.map(
+      lambda a: a.astype(dtype), params), out_shardings=tree.unflatten(leaves))
