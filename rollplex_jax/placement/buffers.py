@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import enum
 import math
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -83,9 +84,27 @@ def shard_bytes(shape: Sequence[int], dtype, spec: PartitionSpec,
   return count * jax.dtypes.canonicalize_dtype(dtype).itemsize
 
 
-def occupancy(b: Buffer, index: Mapping[str, int]
-              ) -> tuple[list[int], list[int]]:
-  """Bytes of a buffer in each phase, and once each phase has ended."""
+class Occupancy(NamedTuple):
+  """A buffer's bytes on a device, phase by phase.
+
+  Attributes:
+    during: at its most in each phase.
+    after: once each phase has ended.
+    wanted: whether it has to be there by the end of each phase at the latest,
+      which it does not where it is only still on its way out.
+  """
+
+  during: list[int]
+  after: list[int]
+  wanted: list[bool]
+
+
+def occupancy(b: Buffer, index: Mapping[str, int]) -> Occupancy:
+  """Where a buffer is, given the place of each phase.
+
+  Raises:
+    ValueError: if it names a phase that isn't there, or ends before it starts.
+  """
   count = len(index)
 
   def where(phase):
@@ -111,7 +130,7 @@ def occupancy(b: Buffer, index: Mapping[str, int]
       during[i] = b.bytes_per_device * (1 + (twice and i in rewrites))
       if i < end or outlives:
         after[i] = b.bytes_per_device
-    return during, after
+    return Occupancy(during, after, [size > 0 for size in during])
   used = set(range(start, end + 1))
   if b.uses is not None:
     ends = [p for p in (b.producer, b.last_consumer) if p is not None]
@@ -122,14 +141,15 @@ def occupancy(b: Buffer, index: Mapping[str, int]
   if b.policy == Policy.RECOMPUTE:
     if made is not None:
       during[made] = 0
-    return during, after
+    return Occupancy(during, after, [False] * count)
   step = lambda i, by: (i + by) % count if outlives else i + by
   for i in range(start, count if outlives else end):
     if step(i, 1) in used and (i in used or b.early):
       after[i] = max(during[i], part)
+  wanted = [i in used or after[i] > 0 for i in range(count)]
   if b.early:
     for i in used:
       for near in (step(i, -1), step(i, 1)):
         if start <= near < count:
           during[near] = max(during[near], during[i])
-  return during, after
+  return Occupancy(during, after, wanted)

@@ -120,7 +120,8 @@ class Ledger:
     # Arrays that somebody is to rewrite in place. They are held: if all is
     # well they are deleted, if not they must not vanish before the check.
     self._to_donate: dict[str, list[tuple[str, jax.Array]]] = {}
-    self._replaced: list[tuple[str, jax.Array]] = []
+    self._replaced: list[tuple[str, str, jax.Array]] = []
+    self._fresh: set[str] = set()  # Registered since the last check.
 
   def register(self, name: str, tree: Any) -> None:
     """Names the arrays of a tree, in place of those that had the name.
@@ -135,7 +136,8 @@ class Ledger:
     now = {id(leaf) for leaf in leaves.values()}
     for place, old in self._to_donate.pop(name, ()):
       if id(old) not in now and not old.is_deleted():
-        self._replaced.append((place, old))
+        self._replaced.append((name, place, old))
+    self._fresh.add(name)
     self._trees[name] = {k: weakref.ref(a) for k, a in leaves.items()}
     if any(b.rewritten_in and b.policy in _IN_PLACE
            for b in self.plan.find(name)):
@@ -159,18 +161,21 @@ class Ledger:
       LedgerError: if there is any, unless they are only collected.
       KeyError: for a phase that the plan does not have.
     """
-    last = self.plan.last_of(phase)
+    inside = self.plan.phases_of(phase)
+    last = inside[-1]
     expected = self.plan.after(last)
     total = sum(expected.values())
     replaced, self._replaced = self._replaced, []
-    for name, leaves in self._to_donate.items():
-      if any(last in b.rewritten_in for b in self.plan.find(name)):
+    for name in self._to_donate.keys() - self._fresh:
+      if any(set(inside) & set(b.rewritten_in) for b in self.plan.find(name)):
         # Rewritten, yet nothing new was registered: the old must be gone.
-        replaced += [(k, a) for k, a in leaves if not a.is_deleted()]
+        replaced += [(name, place, a) for place, a in self._to_donate[name]
+                     if not a.is_deleted()]
+    self._fresh.clear()
     arrays = self._counted()
     jax.block_until_ready(arrays)
-    named = self._names()
-    kept = {id(a) for _, a in replaced}
+    kept = {id(a): (name, place) for name, place, a in replaced}
+    named = self._names() | kept
     allowed = total * (1 + self._slack[1]) + self._slack[0]
     violations = []
     ranges = device_ranges(arrays)
@@ -204,23 +209,26 @@ class Ledger:
   def _blame(self, arrays, device, expected, named,
              kept) -> tuple[Unexpected, ...]:
     """The five largest arrays on a device that the plan doesn't have there."""
+    on_device = lambda found: [
+        r for a in found for r in device_ranges([a]).get(device, ())]
     held: dict[str, list[tuple[jax.Array, str]]] = {}
     for a in arrays:
       name, place = named.get(id(a), ("", ""))
       held.setdefault(name, []).append((a, place))
+    ours = on_device(a for a in arrays if id(a) in named)
+    ours_bytes = covered(ours)
     blamed = []
     for name, items in held.items():
-      sizes = [(covered(device_ranges([a]).get(device, ())), a, place)
-               for a, place in items]
-      whole = covered(
-          r for a, _ in items for r in device_ranges([a]).get(device, ()))
       planned = expected.get(name, 0)
-      over = whole > planned * (1 + self._slack[1]) + self._slack[0] / 10
-      for size, a, place in sizes:
-        if id(a) in kept:
-          reason = "should have been donated"
-        elif not name:
+      over = covered(on_device(a for a, _ in items)) > planned * (
+          1 + self._slack[1])
+      for a, place in items:
+        size = covered(on_device([a]))
+        if not name:  # Parts of registered arrays are no arrays of their own.
+          size = covered(ours + on_device([a])) - ours_bytes
           reason = "not registered"
+        elif id(a) in kept:
+          reason = "should have been donated"
         elif not planned:
           reason = "not on the device in the plan"
         else:

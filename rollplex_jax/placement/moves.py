@@ -149,20 +149,20 @@ class Keeper:
     early comes in beside the phase before. With a ledger, it is checked at the
     end.
     """
-    last = self.plan.last_of(name)
-    here, after = self.plan.during(last), self.plan.after(last)
+    inside = self.plan.phases_of(name)
+    wanted, after = self.plan.wanted(name), self.plan.after(name)
     for held in self.names():
-      if held in here and self._moves(held):
+      if held in wanted and self._moves(held):
         self.get(held)
     yield
     for held in self.names():
       found = self.plan.find(held)
-      if found and all(b.last_consumer == last for b in found):
+      if found and all(b.last_consumer in inside for b in found):
         self.drop(held)
       elif held not in after and self._moves(held):
         self._put_away(held)
     if self._ledger is not None:
-      self._ledger.check(last)
+      self._ledger.check(name)
 
   def _put_away(self, name: str) -> None:
     if name in self._on_host:

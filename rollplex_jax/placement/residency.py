@@ -75,13 +75,13 @@ class ResidencyPlan:
     if len(index) < len(self.phases):
       raise ValueError(f"phases: expected different names in {self.phases}")
     rows = [occupancy(b, index) for b in self.buffers]
-    shape = (len(rows), len(index))
-    # int64 [buffers, phases], computed once.
+    # [buffers, phases], computed once.
+    tables = np.array([r[:2] for r in rows], np.int64).reshape(
+        len(rows), 2, len(index))
     object.__setattr__(self, "_index", index)
-    object.__setattr__(self, "_during", np.array(
-        [r[0] for r in rows], np.int64).reshape(shape))
-    object.__setattr__(self, "_after", np.array(
-        [r[1] for r in rows], np.int64).reshape(shape))
+    object.__setattr__(self, "_during", tables[:, 0])
+    object.__setattr__(self, "_after", tables[:, 1])
+    object.__setattr__(self, "_wanted", [r.wanted for r in rows])
 
   @property
   def live_bytes(self) -> dict[str, int]:
@@ -111,22 +111,28 @@ class ResidencyPlan:
     """
     return self._column(self._after, phase)
 
+  def wanted(self, phase: str) -> set[str]:
+    """Names of what has to come to the device in a phase, or in a group."""
+    inside = [self._index[p] for p in self.phases_of(phase)]
+    return {b.name for b, row in zip(self.buffers, self._wanted)
+            if any(row[i] for i in inside)}
+
   def find(self, name: str) -> list[Buffer]:
     """All buffers of a name, in the order of their lives."""
     return [b for b in self.buffers if b.name == name]
 
-  def last_of(self, phase: str) -> str:
-    """A phase itself, or the last phase of a group.
+  def phases_of(self, phase: str) -> list[str]:
+    """A phase itself, or the phases of a group.
 
     Raises:
       KeyError: if the plan has neither.
     """
     if phase in self._index:
-      return phase
+      return [phase]
     inside = [p for p in self.phases if group_of(p) == phase]
     if not inside:
       raise KeyError(f"{phase}: not a phase of {', '.join(self.phases)}")
-    return inside[-1]
+    return inside
 
   def table(self) -> str:
     """Phases by group, with their peak and what it is made of."""
@@ -144,7 +150,7 @@ class ResidencyPlan:
 
   def _column(self, table: np.ndarray, phase: str) -> dict[str, int]:
     out: dict[str, int] = {}
-    column = table[:, self._index[self.last_of(phase)]].tolist()
+    column = table[:, self._index[self.phases_of(phase)[-1]]].tolist()
     for buffer, size in zip(self.buffers, column):
       if size:
         out[buffer.name] = out.get(buffer.name, 0) + size
