@@ -175,7 +175,7 @@ class Ledger:
     arrays = self._counted()
     jax.block_until_ready(arrays)
     kept = {id(a): (name, place) for name, place, a in replaced}
-    named = self._names() | kept
+    named = self._names(expected) | kept
     allowed = total * (1 + self._slack[1]) + self._slack[0]
     violations = []
     ranges = device_ranges(arrays)
@@ -201,41 +201,39 @@ class Ledger:
     return [a for a in jax.live_arrays()
             if id(a) in ours or id(a) not in ignored]
 
-  def _names(self) -> dict[int, tuple[str, str]]:
-    """id -> (name of the tree, place in it)."""
-    return {id(a): (name, place) for name, tree in self._trees.items()
-            for place, ref in tree.items() if (a := ref()) is not None}
+  def _names(self, expected) -> dict[int, tuple[str, str]]:
+    """id -> (name of the tree, place in it); of several the one expected."""
+    return {id(a): (name, place)
+            for name in sorted(self._trees, key=lambda n: n in expected)
+            for place, ref in self._trees[name].items()
+            if (a := ref()) is not None}
 
   def _blame(self, arrays, device, expected, named,
              kept) -> tuple[Unexpected, ...]:
     """The five largest arrays on a device that the plan doesn't have there."""
     on_device = lambda found: [
         r for a in found for r in device_ranges([a]).get(device, ())]
-    held: dict[str, list[tuple[jax.Array, str]]] = {}
-    for a in arrays:
-      name, place = named.get(id(a), ("", ""))
-      held.setdefault(name, []).append((a, place))
-    ours = on_device(a for a in arrays if id(a) in named)
-    ours_bytes = covered(ours)
-    blamed = []
-    for name, items in held.items():
-      planned = expected.get(name, 0)
-      over = covered(on_device(a for a, _ in items)) > planned * (
-          1 + self._slack[1])
-      for a, place in items:
-        size = covered(on_device([a]))
-        if not name:  # Parts of registered arrays are no arrays of their own.
-          size = covered(ours + on_device([a])) - ours_bytes
-          reason = "not registered"
-        elif id(a) in kept:
-          reason = "should have been donated"
-        elif not planned:
-          reason = "not on the device in the plan"
-        else:
-          reason = f"{name} is planned at {gib(planned)}"
-        if size and (over or id(a) in kept):
-          blamed.append(Unexpected(
-              name=place, shape=a.shape, dtype=str(a.dtype),
-              bytes_on_device=size, reason=reason))
-    blamed.sort(key=lambda u: -u.bytes_on_device)
-    return tuple(blamed[:5])
+    name_of = lambda a: named.get(id(a), ("", ""))[0]
+    planned = [a for a in arrays if id(a) not in kept and name_of(a) in expected]
+    over = {name for name in {name_of(a) for a in planned}
+            if covered(on_device(a for a in planned if name_of(a) == name))
+            > expected[name] * (1 + self._slack[1])}
+    counted = on_device(planned)
+    blamed = [(a, covered(on_device([a])),
+               f"{name_of(a)} is planned at {gib(expected[name_of(a)])}")
+              for a in planned if name_of(a) in over]
+    known = {id(a) for a in planned}
+    # Whole arrays before their shards, which take nothing beside them.
+    for a in sorted((a for a in arrays if id(a) not in known),
+                    key=lambda a: -a.nbytes):
+      before = covered(counted)
+      counted += on_device([a])
+      blamed.append((a, covered(counted) - before, (
+          "should have been donated" if id(a) in kept else
+          "not on the device in the plan" if name_of(a) else
+          "not registered")))
+    blamed = [Unexpected(
+        name=named.get(id(a), ("", ""))[1], shape=a.shape, dtype=str(a.dtype),
+        bytes_on_device=size, reason=reason)
+              for a, size, reason in blamed if size]
+    return tuple(sorted(blamed, key=lambda u: -u.bytes_on_device)[:5])
