@@ -421,6 +421,8 @@ class Step:
     index = self.batch.inputs.feature_index[rows]
     used = index[index >= 0]
     own = own_batch(config, self.batch, rows)
+    if own.vision is None:  # The mini-batch's prompts are all text.
+      return self._grads["visual"]
     unit_size = config.vision.spatial_merge_size ** 2
     size = own.vision.patches.shape[0] // unit_size
     grads = self._get("feature_grads")[used]
