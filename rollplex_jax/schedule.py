@@ -76,24 +76,24 @@ class ScheduleConfig:
                          ("prefix_source", PrefixSource)):
       value = getattr(self, key)
       if value not in list(choices):
-        raise InputError(f"schedule.{key}={value!r}: expected one of "
-                         f"{', '.join(choices)}")
+        raise InputError(
+            f"{key}={value!r}: expected one of {', '.join(choices)}")
       object.__setattr__(self, key, choices(value))
     if not self.prefix_budget_gb >= 0:
       raise InputError(f"schedule.prefix_budget_gb={self.prefix_budget_gb}: "
                        "expected at least 0")
     if self.window_chunk < 1:
       raise InputError(
-          f"schedule.window_chunk={self.window_chunk}: expected at least 1")
+          f"window_chunk={self.window_chunk}: expected at least 1")
     if self.name == ScheduleName.ROLLPLEX and not self.share_prefix:
       raise InputError(
-          "schedule.name=rollplex with schedule.share_prefix=False: rollplex "
-          "computes each prefix once")
+          "name=rollplex with share_prefix=False: rollplex computes each prefix "
+          "once")
     if (self.prefix_source == PrefixSource.WINDOW
         and self.save == SavePolicy.ACTIVATIONS):
       raise InputError(
-          "schedule.prefix_source=window with schedule.save=activations: the "
-          "window saves layer inputs; expected layer_inputs, offload or nothing")
+          "prefix_source=window with save=activations: the window saves layer "
+          "inputs; expected layer_inputs, offload or nothing")
 
 
 class Lane(enum.StrEnum):

@@ -18,9 +18,14 @@ from rollplex_jax.stages.update import OptimizerConfig
 from rollplex_jax.timeline import Timeline
 from rollplex_jax.trainer import Trainer
 from tests.helpers import tiny_checkpoint, tiny_task
+from tests.helpers.tiny_task import VowelTask
+
+_config = tiny_task.config
 
 
 class TrainerTest(parameterized.TestCase):
+
+  run_steps = staticmethod(tiny_task.run_steps)
 
   @classmethod
   def setUpClass(cls):
@@ -30,8 +35,8 @@ class TrainerTest(parameterized.TestCase):
     cls.path = tiny_checkpoint.write(cls.folder)
 
   def test_rl_learns_and_writes_its_files(self):
-    config = tiny_task.config(self.path, total_steps=25)
-    trainer = Trainer(config, task=tiny_task.VowelTask())
+    config = _config(self.path, total_steps=25)
+    trainer = Trainer(config, task=VowelTask())
     seen = []
     out = self.folder / "run"
     summary = trainer.train(out, on_step=seen.append)
@@ -55,36 +60,36 @@ class TrainerTest(parameterized.TestCase):
   @parameterized.parameters(True, False)
   def test_same_numbers_in_rollout_and_training(self, freeze):
     # At temperature 0.6 and with top-p, before and after updates.
-    config = tiny_task.config(
+    config = _config(
         self.path, policy=PolicyConfig(
             path=self.path, freeze_vision_tower=freeze),
         rollout=RolloutConfig(num_generations=4, max_completion_length=4,
                               temperature=0.6, top_p=0.9))
-    trainer, values = tiny_task.run_steps(config, 3)
+    trainer, values = self.run_steps(config, 3)
     for v in values:
       self.assertLess(v["training/rollout_logprobs_diff_max"], 1e-4)
       self.assertEqual(v["actor/ratio_mean"], 1.0)
     self.assertEqual("visual" in trainer.state.params, not freeze)
 
   def test_reference_stays_where_it_was(self):
-    config = tiny_task.config(
+    config = _config(
         self.path, objective=ObjectiveConfig(loss_type="grpo", beta=0.01))
-    trainer, values = tiny_task.run_steps(config, 3)
+    trainer, values = self.run_steps(config, 3)
     self.assertLess(abs(values[0]["actor/kl_loss"]), 1e-6)
     self.assertGreater(values[2]["actor/kl_loss"], 1e-4)
     _, initial = hf.load_checkpoint(self.path)
     for a, b in zip(jax.tree.leaves(initial["text"]),
                     jax.tree.leaves(trainer.reference.params["text"])):
       np.testing.assert_array_equal(a, b)
-    self.assertIsNone(tiny_task.run_steps(tiny_task.config(self.path), 0)[0].reference)
+    self.assertIsNone(self.run_steps(_config(self.path), 0)[0].reference)
 
   def test_micro_batches_change_nothing(self):
     """The same trajectory whatever the micro-batch, tower trained."""
     def final(size):
-      config = tiny_task.config(self.path, micro_batch_size=size, policy=PolicyConfig(
+      config = _config(self.path, micro_batch_size=size, policy=PolicyConfig(
           path=self.path, freeze_vision_tower=False),
           optimizer=OptimizerConfig(learning_rate=1e-3))
-      trainer, _ = tiny_task.run_steps(config, 2)
+      trainer, _ = self.run_steps(config, 2)
       return jax.device_get(trainer.params)
 
     whole, cut = final(0), final(3)
@@ -93,8 +98,8 @@ class TrainerTest(parameterized.TestCase):
       np.testing.assert_allclose(a, b, atol=2e-4)
 
   def test_several_updates_per_rollout(self):
-    config = tiny_task.config(self.path, num_iterations=2, mini_batch_size=2)
-    trainer, values = tiny_task.run_steps(config, 1)
+    config = _config(self.path, num_iterations=2, mini_batch_size=2)
+    trainer, values = self.run_steps(config, 1)
     self.assertEqual(int(trainer.state.step), 4)
     # Later updates see a policy that has moved away from the one that sampled.
     self.assertGreater(abs(values[0]["actor/ratio_mean"] - 1), 1e-6)
@@ -102,25 +107,25 @@ class TrainerTest(parameterized.TestCase):
 
   def test_second_iteration_uses_the_first_ones_logprobs(self):
     """With a rate of almost nothing the second update's ratio is one too."""
-    config = tiny_task.config(self.path, num_iterations=2,
+    config = _config(self.path, num_iterations=2,
                      optimizer=OptimizerConfig(learning_rate=1e-12))
-    _, values = tiny_task.run_steps(config, 1)
+    _, values = self.run_steps(config, 1)
     self.assertAlmostEqual(values[0]["actor/ratio_mean"], 1.0, places=4)
 
   def test_dynamic_sampling(self):
-    config = tiny_task.config(self.path, gen_batch_size=6, train_batch_size=2)
-    _, values = tiny_task.run_steps(config, 1)
+    config = _config(self.path, gen_batch_size=6, train_batch_size=2)
+    _, values = self.run_steps(config, 1)
     self.assertLessEqual(values[0]["train/groups"], 2)
-    task = tiny_task.VowelTask()
+    task = VowelTask()
     task.constant = True
-    trainer, values = tiny_task.run_steps(config, 1, task)
+    trainer, values = self.run_steps(config, 1, task)
     self.assertEqual(values[0]["train/groups"], 0)
     self.assertEqual(int(trainer.state.step), 0)
 
   def test_supervised_learning(self):
-    config = tiny_task.config(self.path, algorithm=Algorithm.SUPERVISED,
+    config = _config(self.path, algorithm=Algorithm.SUPERVISED,
                      total_steps=15)
-    trainer = Trainer(config, task=tiny_task.VowelTask())
+    trainer = Trainer(config, task=VowelTask())
     summary = trainer.train(self.folder / "supervised")
     lines = (self.folder / "supervised" / "metrics.jsonl").read_text()
     losses = [json.loads(line)["train/loss"] for line in lines.splitlines()
@@ -132,9 +137,9 @@ class TrainerTest(parameterized.TestCase):
     self.assertLen(summary["evaluations"], 2)
 
   def test_bfloat16_compute_keeps_float32_masters(self):
-    config = tiny_task.config(self.path, policy=PolicyConfig(
+    config = _config(self.path, policy=PolicyConfig(
         path=self.path, compute_dtype="bfloat16"))
-    trainer, values = tiny_task.run_steps(config, 2)
+    trainer, values = self.run_steps(config, 2)
     self.assertEqual(trainer.params["text"]["embed"].dtype, "bfloat16")
     self.assertEqual(trainer.params["visual"]["patch_embed"].dtype, "bfloat16")
     self.assertEqual(trainer.state.params["text"]["embed"].dtype, "float32")
@@ -215,16 +220,16 @@ class TrainerTest(parameterized.TestCase):
          if e["ph"] == "X" and e["cat"] == "training"])
 
   def test_time_limit(self):
-    config = tiny_task.config(self.path, total_steps=50, max_seconds=1e-3)
-    trainer = Trainer(config, task=tiny_task.VowelTask())
+    config = _config(self.path, total_steps=50, max_seconds=1e-3)
+    trainer = Trainer(config, task=VowelTask())
     summary = trainer.train(self.folder / "short", evaluate_ends=False)
     self.assertEqual(summary["steps"], 1)
 
   def test_same_seed_same_run(self):
-    _, first = tiny_task.run_steps(tiny_task.config(self.path), 2)
-    _, again = tiny_task.run_steps(tiny_task.config(self.path), 2)
-    _, other = tiny_task.run_steps(
-        dataclasses.replace(tiny_task.config(self.path), seed=1), 2)
+    _, first = self.run_steps(_config(self.path), 2)
+    _, again = self.run_steps(_config(self.path), 2)
+    _, other = self.run_steps(
+        dataclasses.replace(_config(self.path), seed=1), 2)
     loss = lambda values: [v["actor/pg_loss"] for v in values]
     self.assertEqual(loss(first), loss(again))
     self.assertNotEqual(loss(first), loss(other))

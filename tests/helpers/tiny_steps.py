@@ -8,6 +8,7 @@ what every schedule must give.
 from __future__ import annotations
 
 from collections.abc import Sequence
+import dataclasses
 import functools
 
 import jax
@@ -98,7 +99,7 @@ class TinySteps:
     Args:
       completions: of all prompts.
       keep: prompts whose groups are wanted; None for all.
-      lengths: by prompt, lengths [G] to give its responses in place of theirs.
+      lengths: by prompt, the length of its responses in place of theirs.
     """
     count = len(self.batch.prompts)
     advantages = np.random.default_rng(0).normal(
@@ -133,6 +134,39 @@ class TinySteps:
         _device(self.batch.inputs), self.batch.vision, _responses(groups),
         _all_samples(groups.advantages), _all_samples(groups.ref_logprobs))
     return float(value), jax.tree.map(np.asarray, grads)
+
+
+@functools.cache
+def on_videos(group: int, dtype=jnp.float32) -> TinySteps:
+  """Steps over `tiny_policy.video_prompts` with groups of a size."""
+  config = tiny_policy.config()
+  return TinySteps(config, tiny_policy.video_prompts(config), group, dtype)
+
+
+@functools.cache
+def completions(group: int) -> Completions:
+  """What those steps sample."""
+  return on_videos(group).step(share_prefix=False).roll_out()
+
+
+@functools.cache
+def case(group: int, trained: Sequence[str], *,
+         edges: bool) -> tuple[Groups, float, Params]:
+  """Groups of those steps, and the loss and gradient that they must have.
+
+  Args:
+    group: their size.
+    trained: parts of the parameters that learn.
+    edges: of the text-only prompt every response is empty, and of the last one
+      the length limit cuts them all.
+  """
+  steps = on_videos(group)
+  groups = steps.groups(
+      completions(group), lengths={1: 0, 3: MAX_LENGTH} if edges else None)
+  groups = dataclasses.replace(
+      groups, ref_logprobs=steps.ref_logprobs(groups, trained))
+  value, grads = steps.monolithic(groups)
+  return groups, value, {part: grads[part] for part in trained}
 
 
 def relative_errors(got: Params, want: Params) -> dict[str, float]:
