@@ -80,8 +80,8 @@ class ScheduleConfig:
             f"{key}={value!r}: expected one of {', '.join(choices)}")
       object.__setattr__(self, key, choices(value))
     if not self.prefix_budget_gb >= 0:
-      raise InputError(f"schedule.prefix_budget_gb={self.prefix_budget_gb}: "
-                       "expected at least 0")
+      raise InputError(
+          f"prefix_budget_gb={self.prefix_budget_gb}: expected at least 0")
     if self.window_chunk < 1:
       raise InputError(
           f"window_chunk={self.window_chunk}: expected at least 1")

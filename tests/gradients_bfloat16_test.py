@@ -41,9 +41,6 @@ class Bfloat16GradientsTest(parameterized.TestCase):
       # Rounded to 8 bits indeed, and yet a gradient.
       size = _distance(jax.tree.map(np.zeros_like, exact), exact)
       self.assertBetween(theirs / size, 1e-3, 0.1)
-      print("TOTAL", group, trained, kwargs, _distance(got, exact) / theirs)
-      e, r = (tiny_steps.relative_errors(x, exact) for x in (got, rounded))
-      print("TENSOR", max((round(e[k] / r[k], 2), e[k], k) for k in e))
       self.assertLessEqual(_distance(got, exact), _BOUND * theirs)
 
   @parameterized.parameters(

@@ -75,7 +75,7 @@ class GradientsTest(parameterized.TestCase):
       self.assertEqual([len(p.grids) for p in batch.prompts], [1, 0, 3, 1])
       self.assertLen({int(t) for p in batch.prompts for t, _, _ in p.grids}, 4)
       # Windows that are full and windows that are not.
-      self.assertLen(set((batch.vision.window_index >= 0).sum(axis=1)) - {0}, 2)
+      self.assertLen(set((batch.vision.window_index >= 0).sum(axis=1)) - {0}, 3)
       lengths = tiny_steps.completions(group).lengths
       self.assertGreater(len(np.unique(lengths)), 3)
       self.assertGreater(len(np.unique(lengths[3])), 1)
