@@ -335,11 +335,15 @@ class Step:
                 if name.endswith("/features")}
     own = features.get("policy/features")
     theirs = features.get("reference/features", own)
+    on_gpu = jax.default_backend() == "gpu"
     unit_shape = window_lib.UnitShape.of_tokens(s.schedule.window_chunk, p)
+    if on_gpu:  # Where a choice of lengths asks the host once per layer.
+      unit_shape = dataclasses.replace(unit_shape, key_extents=1)
     start = self._timeline.now()
     done, artifacts, turns = programs.decode_window(
         text, reference, s.config, s.sampling,
-        window_lib.WindowConfig(unit=unit_shape),
+        window_lib.WindowConfig(unit=unit_shape, streams=(
+            on_gpu and s.schedule.window_streams)),
         jax.device_put(self.batch.inputs), self._get("rollout/kv"), own,
         theirs, self._sample_keys(), artifacts, place=s.rollout)
     self._put("completions", done)
@@ -441,6 +445,8 @@ class Step:
       rows = self._groups.rows
       used = self.batch.inputs.feature_index[rows]
       vision = own_batch(s.config, self.batch, rows).vision
+      if vision is None:  # The mini-batch's prompts are all text.
+        return self._grads["visual"]
       index = np.full(vlm.num_features(s.config, vision), -1, np.int32)
       index[:(used >= 0).sum()] = used[used >= 0]
     self._grads["visual"] = programs.vision_backward(
