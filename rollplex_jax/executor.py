@@ -17,6 +17,7 @@ from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement import moves
+from rollplex_jax.placement.host import to_host
 from rollplex_jax.placement.layout import LayoutPlan
 from rollplex_jax.placement.pools import Pools
 from rollplex_jax.placement.sharding import Placement
@@ -130,7 +131,7 @@ class Step:
     plan = schedule.rollout_plan(self.settings.schedule, self.facts)
     self._run(plan, schedule.kept_after_rollout(self.settings.schedule, plan))
     if self._runs(Lane.ROLLOUT):
-      done = jax.device_get(self._get("completions"))
+      done = to_host(self._get("completions"))
       self.store.drop("completions")
       self._release_weights()
     else:

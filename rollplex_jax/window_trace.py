@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
+from rollplex_jax.placement.host import to_host
 from rollplex_jax.schedule import Lane
 from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.stages.window import Turns
@@ -26,7 +27,7 @@ def record(timeline: Timeline, start: float, done: Completions,
   """
   if not timeline.enabled:
     return
-  turns = jax.device_get(jax.block_until_ready((done, turns))[1])
+  turns = to_host(jax.block_until_ready((done, turns))[1])
   end = timeline.now()
   # Parts of the batch have loops of their own: the longest counts.
   turns = jax.tree.map(np.max, turns)
