@@ -24,7 +24,11 @@ from rollplex_jax import schedule
 from rollplex_jax.buffer_sizes import Setup, Sizes, Workload
 from rollplex_jax.placement import residency
 from rollplex_jax.placement.buffers import Buffer, Policy
-from rollplex_jax.placement.residency import Alternative, ResidencyPlan
+from rollplex_jax.placement.residency import (
+  Alternative,
+  BudgetError,
+  ResidencyPlan,
+)
 from rollplex_jax.prefix_budget import SAVE_ORDER
 from rollplex_jax.schedule import (
   Facts,
@@ -59,19 +63,23 @@ def plan(setup: Setup, config: ScheduleConfig, facts: Facts, work: Workload,
     return (buffers(setup, config, facts, work, pool=pool),
             phases(config, facts, work))
 
-  found = residency.plan(*make(), budget_bytes, alternatives=_alternatives(
-      setup, config, work, make))
-  chosen = config
+  try:
+    found = residency.plan(*make(), budget_bytes, alternatives=_alternatives(
+        setup, config, work, make))
+  except BudgetError:
+    if config.save != SavePolicy.ACTIVATIONS or not config.share_prefix:
+      raise
+    # Units are cut otherwise where all activations are saved: plan anew.
+    found, chosen = plan(
+        setup, dataclasses.replace(config, save=SavePolicy.LAYER_INPUTS),
+        facts, work, budget_bytes, pool=pool)
+    changed = dict.fromkeys((*found.changed, f"schedule.save={chosen.save}"))
+    return dataclasses.replace(found, changed=tuple(changed)), chosen
   for setting in found.changed:
     key, _, value = setting.partition("=")
     if key == "schedule.save":
-      chosen = dataclasses.replace(config, save=SavePolicy(value))
-  if chosen == config:
-    return found, config
-  # What is saved decides how backward units are cut: plan those that will run.
-  again, chosen = plan(setup, chosen, facts, work, budget_bytes, pool=pool)
-  changed = dict.fromkeys((f"schedule.save={chosen.save}", *again.changed))
-  return dataclasses.replace(again, changed=tuple(changed)), chosen
+      config = dataclasses.replace(config, save=SavePolicy(value))
+  return found, config
 
 
 def phases(config: ScheduleConfig, facts: Facts, work: Workload) -> list[str]:
@@ -98,9 +106,11 @@ def buffers(setup: Setup, config: ScheduleConfig, facts: Facts,
     pool: of a disaggregated run, ROLLOUT or TRAINING: whose devices.
   """
   spots = _spots(config, facts, work)
-  mine = [spot for spot in spots
-          if pool is None or spot[1] is None
-          or (spot[1].lane == Lane.ROLLOUT) == (pool == Lane.ROLLOUT)]
+  # What runs outside of units, an update, is the trainer's.
+  lanes = {spot: Lane.TRAINING if spot[1] is None else spot[1].lane
+           for spot in spots}
+  mine = [spot for spot in spots if pool is None
+          or (lanes[spot] == Lane.ROLLOUT) == (pool == Lane.ROLLOUT)]
   trained = ("text", "visual") if facts.trains_tower else ("text",)
   sizes = Sizes(setup, work, trained)
   if pool == Lane.ROLLOUT:
@@ -229,7 +239,10 @@ def _saved(sizes: Sizes, config: ScheduleConfig, facts: dict,
   """What is saved of prefixes, under the schedule's policy or one that saves
   less."""
   choices = []
-  for save in SAVE_ORDER[SAVE_ORDER.index(config.save):]:
+  order = SAVE_ORDER[SAVE_ORDER.index(config.save):]
+  if config.save == SavePolicy.ACTIVATIONS:
+    order = order[:1]  # With less, units are others too: see `plan`.
+  for save in order:
     b = Buffer(bytes_per_device=sizes.saved(rows, save), group="saved",
                setting=f"schedule.save={save}", **facts)
     if save == SavePolicy.OFFLOAD:

@@ -178,20 +178,30 @@ class Ledger:
     named = self._names(expected) | kept
     allowed = total * (1 + self._slack[1]) + self._slack[0]
     violations = []
+    self.found.setdefault(last, 0)
     ranges = device_ranges(arrays)
     for device in sorted(ranges, key=lambda d: d.id):
       if self._devices is not None and device not in self._devices:
         continue
       found = covered(ranges[device])
-      self.found[last] = max(self.found.get(last, 0), found)
+      self.found[last] = max(self.found[last], found)
       if found > allowed:
         violations.append(Violation(
             phase=last, device=device, expected=total, found=found,
             unexpected=self._blame(arrays, device, expected, named, kept)))
+    self._release(last)
     self.violations += violations
     if violations and self._raises:
       raise LedgerError(violations)
     return violations
+
+  def _release(self, phase: str) -> None:
+    """Holds no longer what nobody will rewrite after a phase."""
+    ahead = set(self.plan.phases[self.plan.phases.index(phase) + 1:])
+    for name in list(self._to_donate):
+      if not any(b.last_consumer is None or ahead & set(b.rewritten_in)
+                 for b in self.plan.find(name)):
+        del self._to_donate[name]
 
   def _counted(self) -> list[jax.Array]:
     """All arrays alive but those that are ignored."""
@@ -219,9 +229,7 @@ class Ledger:
             if covered(on_device(a for a in planned if name_of(a) == name))
             > expected[name] * (1 + self._slack[1])}
     counted = on_device(planned)
-    blamed = [(a, covered(on_device([a])),
-               f"{name_of(a)} is planned at {gib(expected[name_of(a)])}")
-              for a in planned if name_of(a) in over]
+    blamed = []
     known = {id(a) for a in planned}
     # Whole arrays before their shards, which take nothing beside them.
     for a in sorted((a for a in arrays if id(a) not in known),
@@ -232,8 +240,12 @@ class Ledger:
           "should have been donated" if id(a) in kept else
           "not on the device in the plan" if name_of(a) else
           "not registered")))
-    blamed = [Unexpected(
+    blamed.sort(key=lambda item: -item[1])
+    blamed += sorted(
+        ((a, covered(on_device([a])),
+          f"{name_of(a)} is planned at {gib(expected[name_of(a)])}")
+         for a in planned if name_of(a) in over), key=lambda item: -item[1])
+    return tuple(Unexpected(
         name=named.get(id(a), ("", ""))[1], shape=a.shape, dtype=str(a.dtype),
         bytes_on_device=size, reason=reason)
-              for a, size, reason in blamed if size]
-    return tuple(sorted(blamed, key=lambda u: -u.bytes_on_device)[:5])
+                 for a, size, reason in blamed if size)[:5]

@@ -166,7 +166,11 @@ class Keeper:
 
   def _put_away(self, name: str) -> None:
     if name in self._on_host:
-      self._trees[name] = self._on_host.pop(name)
+      read, self._trees[name] = self._trees[name], self._on_host.pop(name)
+      ours = zip(jax.tree.leaves(read), jax.tree.leaves(self._trees[name]))
+      for a, there in ours:
+        if a is not there:  # Nobody may hold the memory past the phase.
+          a.delete()
     else:
       self._trees[name] = offload(self._trees[name], keep=self._keep[name])
     if not all(b.early for b in self._moves(name)):

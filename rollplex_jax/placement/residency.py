@@ -117,6 +117,13 @@ class ResidencyPlan:
     return {b.name for b, row in zip(self.buffers, self._wanted)
             if any(row[i] for i in inside)}
 
+  def lives_after(self, phase: str) -> set[str]:
+    """Names of what has been made and is read later, wherever it waits."""
+    now = self._index[self.phases_of(phase)[-1]]
+    return {b.name for b in self.buffers
+            if (b.producer is None or self._index[b.producer] <= now)
+            and (b.last_consumer is None or self._index[b.last_consumer] > now)}
+
   def find(self, name: str) -> list[Buffer]:
     """All buffers of a name, in the order of their lives."""
     return [b for b in self.buffers if b.name == name]

@@ -175,6 +175,24 @@ class KeeperTest(parameterized.TestCase):
     self.assertEqual(3.0, float(keeper.take("optimizer")["w"][0]))
     self.assertEmpty(ledger.violations)
 
+  def test_twenty_steps_on_eight_devices(self):
+    mesh = MeshShape(fsdp=8).make(DEVICES)
+    split = NamedSharding(mesh, PartitionSpec("fsdp"))
+    self.zeros = lambda: {"w": jnp.zeros((8, 16 << 10), device=split)}
+    keeper, ledger = self.keeper(early=True)
+    keeper.hold("optimizer", self.zeros())
+    keeper.hold("reference", offload(self.zeros()))
+    with keeper.phase("update"):
+      pass
+    for _ in range(20):
+      self.run_step(keeper)
+    size = 64 << 10
+    self.assertEqual(
+        dict(rollout=2 * size, score=size, train=size, update=0),
+        {phase: found - found % size for phase, found in ledger.found.items()})
+    np.testing.assert_array_equal(
+        np.full((8, 16 << 10), 20.0), keeper.take("optimizer")["w"])
+
   def test_what_was_only_read_needs_no_copy_back(self):
     keeper, _ = self.keeper()
     keeper.hold("optimizer", offload(self.zeros()))

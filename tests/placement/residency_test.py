@@ -94,6 +94,9 @@ class LiveBytesTest(parameterized.TestCase):
     self.assertEqual(during, bytes_of(found))
     self.assertEqual(
         after, [sum(found.after(p).values()) for p in PHASES])
+    # Wherever it waits, it has to be kept.
+    self.assertEqual({"saved"}, found.lives_after("score"))
+    self.assertEqual(set(), found.lives_after("train"))
 
   def test_what_outlives_a_step_returns_early_for_the_next(self):
     weights = Buffer(name="reference", bytes_per_device=8, policy=AWAY,
