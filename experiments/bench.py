@@ -9,14 +9,16 @@ from __future__ import annotations
 from absl import flags
 import jax
 
-from experiments import bench_decode, bench_schedule, common
+from experiments import bench_compress, bench_decode, bench_schedule, common
 
-_SUITES = {"decode": bench_decode.run, "schedule": bench_schedule.run}
+_SUITES = {"compress": bench_compress.run, "decode": bench_decode.run,
+           "schedule": bench_schedule.run}
 
 _SUITE = flags.DEFINE_enum(
-    "suite", None, sorted(_SUITES), "What to compare: decode = tokens per "
-    "second against `generate` of transformers; schedule = step time of the "
-    "schedules.")
+    "suite", None, sorted(_SUITES), "What to compare: compress = seconds per "
+    "billion parameters, and what of them is reading and writing; decode = "
+    "tokens per second against `generate` of transformers; schedule = step time "
+    "of the schedules.")
 _ROUNDS = flags.DEFINE_integer(
     "rounds", 5, "Measurements of each side.", lower_bound=1)
 

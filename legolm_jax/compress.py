@@ -138,8 +138,8 @@ class Compressor:
     """Decides what to do; nothing is read yet.
 
     Raises:
-      InputError: if nothing is to be compressed, the checkpoint is quantized
-        already, or a rule can't be followed.
+      InputError: if the checkpoint is quantized already, or a rule can't be
+        followed.
     """
     quantized = folder.config.get("quantization_config")
     if quantized:
@@ -151,10 +151,6 @@ class Compressor:
     self.threads = threads or min(
         len(os.sched_getaffinity(0)), _MAX_THREADS)
     self.decisions = rules.decide(folder, config.rules)
-    if not any(d.compress for d in self.decisions):
-      raise InputError(f"{folder.path}: no tensor is to be compressed; "
-                       f"{self.decisions[0].name} is kept for: "
-                       f"{self.decisions[0].reason}")
     self.codebooks: dict[str, Codebook] = {}
     self._counted: dict[str, _Counted] = {}
 
@@ -195,9 +191,15 @@ class Compressor:
       progress: wraps the tensors as they are counted.
 
     Raises:
-      InputError: naming a tensor that isn't finite, or a scope with fewer
-        distinct values than centroids.
+      InputError: if nothing is to be compressed; naming a tensor that isn't
+        finite, or a scope with fewer distinct values than centroids.
     """
+    if not self.compressed:
+      reasons = collections.Counter(
+          d.reason for d in self.decisions if len(d.info.shape) == 2)
+      found = ", ".join(f"{n} {why}" for why, n in reasons.most_common(4))
+      raise InputError(f"{self.folder.path}: no tensor is to be compressed; of "
+                       f"its matrices are kept: {found or 'none found'}")
     waiting = collections.Counter(map(self.scope_of, self.compressed))
     counts: dict[str, dict[histogram.Bins, np.ndarray]] = {}
     scopes = []
