@@ -89,16 +89,14 @@ def decompress(path: str | os.PathLike, output: str | os.PathLike, *,
 
   with folders.new(output) as work:
     names = source.names()
-    shards = _Shards(work, source.folder)
-    by_file = collections.defaultdict(dict)
+    expected = collections.defaultdict(dict)
     for name in names:
       entry = source.entries[name]
-      by_file[entry["file"]][name] = len(entry["shape"])
-    shards.expect(by_file)
-    for name, tensor in progress(
-        zip(names, compress.parallel(dense, names, threads))):
-      shards.write(source.entries[name]["file"], name, tensor)
-    shards.close()
+      expected[entry["file"]][name] = len(entry["shape"])
+    with _Shards(work, source.folder, expected) as shards:
+      for name, tensor in progress(
+          zip(names, compress.parallel(dense, names, threads))):
+        shards.write(source.entries[name]["file"], name, tensor)
     _write_json(work / "config.json", source.config)
     folders.copy_assets(source.folder.path, work, leave_out=(REPORT,))
 
@@ -106,18 +104,20 @@ def decompress(path: str | os.PathLike, output: str | os.PathLike, *,
 class _Shards:
   """Files of a new checkpoint, one open at a time, and their index."""
 
-  def __init__(self, work: pathlib.Path, source: CheckpointFolder):
-    self._work = work
+  def __init__(self, work: pathlib.Path, source: CheckpointFolder,
+               expected: dict[str, dict[str, int]]):
+    """Args:
+      work: the new folder.
+      source: whose files these are.
+      expected: the number of dimensions of all tensors to come, by file.
+    """
+    self._work, self._expected = work, expected
     # A lone file needs no index, and a name that needs none.
     self._is_single = not (source.path / INDEX).exists()
     self._where: dict[str, str] = {}
     self._total = 0
     self._file, self._writer = None, None
     self.seconds = 0.0
-
-  def expect(self, by_file: dict[str, dict[str, int]]) -> None:
-    """Tells the number of dimensions of all tensors to come, by file."""
-    self._expected = by_file
 
   def write(self, file: str, name: str, tensor: np.ndarray) -> None:
     start = time.perf_counter()
@@ -131,8 +131,14 @@ class _Shards:
     self._total += tensor.nbytes
     self.seconds += time.perf_counter() - start
 
-  def close(self) -> None:
-    """Finishes the last file and writes the index."""
+  def __enter__(self):
+    return self
+
+  def __exit__(self, kind, *_):
+    if kind is not None:
+      if self._writer is not None:
+        self._writer.abort()
+      return
     self._finish()
     if not self._is_single:
       _write_json(self._work / INDEX, {
@@ -147,29 +153,27 @@ class _Shards:
 def _write(work, compressor, progress):
   """Writes all files; returns the report and the seconds spent writing."""
   folder = compressor.folder
-  shards = _Shards(work, folder)
-  shards.expect(_expected(compressor))
   checksums: dict[str, int] = {}
-
-  def put(file, name, tensor):
-    checksums[name] = checksum(tensor)
-    shards.write(file, name, tensor)
-
-  for scope, codebook in compressor.codebooks.items():
-    put(folder.files[0], codebook_name(scope), codebook.centroids)
-  encoded = compressor.encoded()
   entries = []
-  for decision in progress(compressor.decisions):
-    if decision.compress:
-      _, array = next(encoded)
-      for name, piece in _pieces(decision, array).items():
-        put(decision.info.file, name, piece)
-      entries.append(_compressed_entry(compressor, decision, array))
-    else:
-      entries.append(_kept_entry(decision))
-      if not decision.tied_to:
-        put(decision.info.file, decision.name, folder.read(decision.name))
-  shards.close()
+  with _Shards(work, folder, _expected(compressor)) as shards:
+
+    def put(file, name, tensor):
+      checksums[name] = checksum(tensor)
+      shards.write(file, name, tensor)
+
+    for scope, codebook in compressor.codebooks.items():
+      put(folder.files[0], codebook_name(scope), codebook.centroids)
+    encoded = compressor.encoded()
+    for decision in progress(compressor.decisions):
+      if decision.compress:
+        _, array = next(encoded)
+        for name, piece in _pieces(decision, array).items():
+          put(decision.info.file, name, piece)
+        entries.append(_compressed_entry(compressor, decision, array))
+      else:
+        entries.append(_kept_entry(decision))
+        if not decision.tied_to:
+          put(decision.info.file, decision.name, folder.read(decision.name))
   report = {
       "format": METHOD, "version": VERSION, **compressor.config.to_json(),
       "codebooks": {

@@ -334,7 +334,8 @@ def _largest(matrix: Matrix, peaks: np.ndarray, count: int) -> np.ndarray:
 
 def _check_kept(decision: rules.Decision, tensor: np.ndarray) -> None:
   """Weights that are kept must be finite; masks may be anything."""
-  is_weight = decision.name.endswith(("weight", "bias")) and tensor.ndim <= 2
+  is_weight = (decision.name.endswith(("weight", "bias"))
+               and "mask" not in decision.name)
   if not (is_weight and is_floating(tensor.dtype) and tensor.size):
     return
   flat = tensor.reshape(-1)

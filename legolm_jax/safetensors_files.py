@@ -260,14 +260,9 @@ class Writer:
     self._file.write(header)
     self._file.close()
 
-  def __enter__(self):
-    return self
-
-  def __exit__(self, kind, *_):
-    if kind is None:
-      self.close()
-    else:
-      self._file.close()
+  def abort(self) -> None:
+    """Closes the file as it is; nothing can read it."""
+    self._file.close()
 
 
 def flat_bytes(tensor: np.ndarray) -> np.ndarray:
