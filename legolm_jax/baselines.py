@@ -17,7 +17,13 @@ from legolm_jax import accounting, sharding, vectors
 from legolm_jax import rules as rules_lib
 from legolm_jax.array import Storage
 from legolm_jax.codebook import Fit
-from legolm_jax.compress import CompressionConfig, Compressor, Scope, parallel
+from legolm_jax.compress import (
+    CompressionConfig,
+    Compressor,
+    RowScale,
+    Scope,
+    parallel,
+)
 from legolm_jax.encoding import Matrix
 from legolm_jax.errors import InputError
 from legolm_jax.histogram import Distribution, bins_for
@@ -87,7 +93,7 @@ def full_replacement(folder: CheckpointFolder, num_centroids: int, *,
   """Every weight by one global codebook, no outliers: what fails."""
   config = CompressionConfig(
       num_centroids=num_centroids, percentile=100, largest_per_tensor=0,
-      fit=fit, rules=rules)
+      row_scale=RowScale.NONE, fit=fit, rules=rules)
   return legolm(folder, config, f"full replacement K={num_centroids}")
 
 
@@ -97,7 +103,8 @@ def kmeans_per_layer(folder: CheckpointFolder, num_centroids: int,
   """A codebook per layer, with selection by percentile or without (None)."""
   config = CompressionConfig(
       num_centroids=num_centroids, percentile=percentile or 100,
-      largest_per_tensor=0, codebook_scope=Scope.LAYER, rules=rules)
+      largest_per_tensor=0, codebook_scope=Scope.LAYER,
+      row_scale=RowScale.NONE, rules=rules)
   selection = f"p={percentile:g}" if percentile else "all"
   return legolm(
       folder, config, f"k-means per layer K={num_centroids} {selection}")

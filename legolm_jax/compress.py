@@ -50,7 +50,10 @@ class Scope(enum.Enum):
 
 
 class RowScale(enum.Enum):
-  """What the weights of one output are divided by before they are coded."""
+  """What the weights of one output are divided by before they are coded.
+
+  The published method has none. One codebook then serves rows of all scales.
+  """
 
   NONE = "none"
   RMS = "rms"  # Root mean square.
@@ -75,7 +78,7 @@ class CompressionConfig:
   percentile: float = 99.0
   largest_per_tensor: int = 8
   codebook_scope: Scope = Scope.GLOBAL
-  row_scale: RowScale = RowScale.NONE
+  row_scale: RowScale = RowScale.RMS
   fit: Fit = Fit.EXACT
   rules: rules.Rules = dataclasses.field(default_factory=rules.Rules)
 

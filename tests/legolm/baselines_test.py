@@ -101,7 +101,8 @@ class BaselinesTest(parameterized.TestCase):
         [t.astype(np.float32).ravel() for t in replaced.values()])), 16)
     self.assertLess(full.bits_per_compressed_weight, 4.02)
     selective = baselines.legolm(self.folder, CompressionConfig(
-        num_centroids=16, percentile=97, rules=Rules(protected_blocks=())))
+        num_centroids=16, percentile=97, row_scale=RowScale.NONE,
+        rules=Rules(protected_blocks=())))
     self.assertLess(self.check(selective, protected=())[1], error)
 
   @parameterized.parameters(None, 97.0)
