@@ -1,4 +1,25 @@
-"""Compressed checkpoints: round trip, size, damage, memory."""
+"""Compressed checkpoints: round trip, size, damage, memory.
+
+Ways in which weight compression went wrong for users of other systems, and the
+tests here and beside that hold them off:
+
+- a tied model saved without its head: test_tied_head_stays_tied, and
+  transformers_test; one side of a tie compressed: rules_test.TieTest
+- a required tensor or a shard missing, unnoticed: test_tensor_is_missing,
+  rules_test.FolderTest, which also has a consolidated file beside the shards
+- GPT-2's names, mask buffers and [in, out] matrices: test_gpt2, and
+  transformers_test
+- tiles that don't divide the columns: test_odd_shapes, packing_test
+- a tensor that silently gets another scheme: test_dry_run_lists_every_tensor and
+  the entries that test_decompress reads
+- NaN and Inf: test_not_finite; values beyond float16:
+  test_bfloat16_beyond_float16
+- damage found only in use: LoadTest; output that is wrong without an error:
+  test_self_test
+- percentiles and tensors of more than 2^24 or 2^31 elements: histogram_test,
+  packing_test
+- memory that grows with the model: MemoryTest
+"""
 
 import json
 import pathlib
