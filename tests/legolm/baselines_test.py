@@ -157,6 +157,14 @@ class VectorsTest(absltest.TestCase):
     distances = np.linalg.norm(x[:, None] - found[None], axis=-1)
     np.testing.assert_array_equal(quantized, found[distances.argmin(1)])
 
+  def test_centroids_are_means(self):
+    x = np.random.default_rng(0).normal(size=(4000, 2)).astype(np.float32)
+    found = vectors.fit(x, 10)
+    of = np.linalg.norm(x[:, None] - found[None], axis=-1).argmin(1)
+    means = np.stack([x[of == i].mean(0) for i in range(10)])
+    # The iteration ends before the fixed point; it starts 0.5 away.
+    np.testing.assert_allclose(found, means, atol=0.1)
+
 
 if __name__ == "__main__":
   absltest.main()
