@@ -89,8 +89,7 @@ class GradientsTest(parameterized.TestCase):
       dict(group=4, micro=4, trained=_TRAINED, **_ROLLOUT),
       dict(group=8, micro=4, trained=_FROZEN, save="offload", **_ROLLOUT),
       dict(group=4, micro=8, trained=_FROZEN, save="nothing", **_ROLLOUT),
-      dict(group=8, micro=16, trained=_TRAINED, save="activations",
-           **_ROLLOUT),
+      dict(group=8, micro=5, trained=_TRAINED, save="activations", **_ROLLOUT),
       dict(group=8, micro=4, trained=_TRAINED, **_WINDOW),
       dict(group=8, micro=5, trained=_FROZEN, save="offload", **_WINDOW),
       dict(group=4, micro=8, trained=_FROZEN, save="nothing", **_WINDOW))

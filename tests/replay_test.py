@@ -40,7 +40,6 @@ _SERIAL = (("share_prefix", False),)
 _SHARED = ()
 _ROLLOUT = (("name", "rollplex"),)
 _WINDOW = (*_ROLLOUT, ("prefix_source", "window"), ("window_chunk", 32))
-
 # Four updates per rollout.
 _SEVERAL = dict(num_iterations=2, mini_batch_size=2)
 
@@ -78,9 +77,9 @@ class RecordedTask(tiny_task.VowelTask):
 
 @functools.cache
 def _checkpoint() -> str:
-  with_end = tempfile.TemporaryDirectory()
-  atexit.register(with_end.cleanup)
-  return tiny_checkpoint.write(with_end.name, eos=tiny_checkpoint.EOS)
+  folder = tempfile.TemporaryDirectory()
+  atexit.register(folder.cleanup)
+  return tiny_checkpoint.write(folder.name, eos=tiny_checkpoint.EOS)
 
 
 def _run(schedule, replay: Recording | None = None, **kwargs) -> Recording:

@@ -67,7 +67,7 @@ class TinySteps:
       return self._reference
     return {**self._reference, "visual": self.params["visual"]}
 
-  def step(self, *, trained=("text",), micro=0, several=False, config=None,
+  def step(self, *, trained=("text",), micro=0, several=False,
            **schedule) -> Step:
     """A step.
 
@@ -75,11 +75,10 @@ class TinySteps:
       trained: parts of the parameters that learn.
       micro: samples per pass; 0 for all.
       several: there will be several updates.
-      config: in place of the steps' own: programs are compiled once for each.
       **schedule: fields of `ScheduleConfig`.
     """
     settings = Settings(
-        config=config or self.config, schedule=ScheduleConfig(**schedule),
+        config=self.config, schedule=ScheduleConfig(**schedule),
         sampling=SamplingConfig(
             max_completion_length=MAX_LENGTH, temperature=_TEMPERATURE,
             eos_token_ids=_EOS,
