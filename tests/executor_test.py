@@ -71,7 +71,7 @@ class ExecutorTest(parameterized.TestCase):
     self.assertIsNotNone(groups.old_logprobs)
     groups = dataclasses.replace(groups, old_logprobs=None)
     work.gradient(groups, first=True)
-    other = tiny_policy.params(self.steps.config, seed=9)
+    other = self.steps.random_params(9)
     moved = self.steps.params | {k: other[k] for k in trained}
     work.update_policy(Model(moved, 1, 1 if "visual" in trained else 0))
     got, _, _ = work.gradient(groups, first=False)

@@ -41,7 +41,6 @@ _SHARED = ()
 _ROLLOUT = (("name", "rollplex"),)
 _APART = (("name", "disaggregated"),)
 _WINDOW = (*_ROLLOUT, ("prefix_source", "window"), ("window_chunk", 32))
-
 # Four updates per rollout.
 _SEVERAL = dict(num_iterations=2, mini_batch_size=2)
 
@@ -79,9 +78,9 @@ class RecordedTask(tiny_task.VowelTask):
 
 @functools.cache
 def _checkpoint() -> str:
-  with_end = tempfile.TemporaryDirectory()
-  atexit.register(with_end.cleanup)
-  return tiny_checkpoint.write(with_end.name, eos=tiny_checkpoint.EOS)
+  folder = tempfile.TemporaryDirectory()
+  atexit.register(folder.cleanup)
+  return tiny_checkpoint.write(folder.name, eos=tiny_checkpoint.EOS)
 
 
 def _run(schedule, replay: Recording | None = None, **kwargs) -> Recording:
@@ -151,8 +150,8 @@ class ReplayTest(parameterized.TestCase):
     """Of four passes, the last gives nothing to its prompt's prefix."""
     gradient, passes = programs.gradient_suffix, itertools.count(1)
 
-    def broken(*args):
-      grads, kv_grads, *rest = gradient(*args)
+    def broken(*args, **kwargs):
+      grads, kv_grads, *rest = gradient(*args, **kwargs)
       if next(passes) % 4 == 0:
         kv_grads = jax.tree.map(jnp.zeros_like, kv_grads)
       return grads, kv_grads, *rest

@@ -85,9 +85,9 @@ class Run:
       else:
         work.store.drop(name)
 
-  def zeros(self, tree, zeros=programs.zeros):
+  def zeros(self, *args, zeros=programs.zero_gradients, **kwargs):
     """Accumulators, of which every pass has to make the next ones in place."""
-    out = zeros(tree)
+    out = zeros(*args, **kwargs)
     self.ledger.register("grads", jax.tree.map(lambda a: a, out))
     return out
 
@@ -113,7 +113,7 @@ class Run:
       groups = work.score(groups)
       self.end(work, "score")
     with self.keeper.phase("train"):
-      with mock.patch.object(programs, "zeros", self.zeros):
+      with mock.patch.object(programs, "zero_gradients", self.zeros):
         grads, _, _ = work.gradient(groups, first=True)
       self.ledger.register("grads", grads)
       self.end(work, "train")

@@ -16,8 +16,9 @@ from tests.helpers import devices, tiny_checkpoint, tiny_task
 
 devices.use_virtual_devices()
 
-_FINER = MeshConfig(data=2, training_tp=2, rollout_tp=4)
-_COARSER = MeshConfig(fsdp=2, training_tp=4, rollout_tp=2)
+# The tiny checkpoint has two heads.
+_FINER = MeshConfig(data=4, training_tp=1, rollout_tp=2)
+_COARSER = MeshConfig(data=2, fsdp=2, training_tp=2, rollout_tp=1)
 _EQUAL = MeshConfig(data=2, fsdp=2, training_tp=2, rollout_tp=2)
 _WINDOW = dict(name="rollplex", prefix_source="window")
 
@@ -36,7 +37,10 @@ class TrainerMeshTest(parameterized.TestCase):
         objective=ObjectiveConfig(loss_type="dapo", beta=0.05),
         optimizer=OptimizerConfig(learning_rate=1e-3, adam_epsilon=1e-6),
         policy=PolicyConfig(path=self.path, freeze_vision_tower=False),
-    ), **kwargs})
+        train_batch_size=8), **kwargs})
+
+  def run_steps(self, config, steps):
+    return tiny_task.run_steps(config, steps, tiny_task.VowelTask(count=8))
 
   @parameterized.parameters(
       (_FINER, dict(**_WINDOW)), (_COARSER, dict(**_WINDOW)),
@@ -44,8 +48,8 @@ class TrainerMeshTest(parameterized.TestCase):
   def test_same_steps(self, mesh, schedule):
     """Two steps of two updates each."""
     several = dict(num_iterations=2, schedule=ScheduleConfig(**schedule))
-    one, expected = tiny_task.run_steps(self.config(**several), 2)
-    trainer, got = tiny_task.run_steps(self.config(**several, mesh=mesh), 2)
+    one, expected = self.run_steps(self.config(**several), 2)
+    trainer, got = self.run_steps(self.config(**several, mesh=mesh), 2)
     for a, b in zip(expected, got):
       for name in ("actor/loss", "actor/kl_loss", "actor/grad_norm",
                    "critic/score/mean", "response_length/mean"):
@@ -56,7 +60,8 @@ class TrainerMeshTest(parameterized.TestCase):
       np.testing.assert_allclose(a, b, atol=2e-5)
 
   def test_master_weights_are_spread_over_all_devices(self):
-    trainer, _ = tiny_task.run_steps(self.config(mesh=_FINER), 0)
+    trainer, _ = self.run_steps(
+        self.config(mesh=_FINER, schedule=ScheduleConfig()), 0)
     weight = trainer.state.params["text"]["layers"][0]["gate"]
     shard = weight.addressable_shards[0].data
     self.assertEqual(shard.size * 8, weight.size)
@@ -68,14 +73,14 @@ class TrainerMeshTest(parameterized.TestCase):
 
   def test_supervised(self):
     config = dict(algorithm=Algorithm.SUPERVISED)
-    _, expected = tiny_task.run_steps(self.config(**config), 2)
-    _, got = tiny_task.run_steps(self.config(**config, mesh=_EQUAL), 2)
+    _, expected = self.run_steps(self.config(**config), 2)
+    _, got = self.run_steps(self.config(**config, mesh=_EQUAL), 2)
     for a, b in zip(expected, got):
       np.testing.assert_allclose(a["train/loss"], b["train/loss"], rtol=1e-5)
 
   @parameterized.parameters(
       (dict(mesh=_FINER, schedule=ScheduleConfig(name="rollplex")),
-       "prefix_source=rollout with mesh.training_tp=2 and mesh.rollout_tp=4"),
+       "prefix_source=rollout with mesh.training_tp=1 and mesh.rollout_tp=2"),
       (dict(mesh=_EQUAL, train_batch_size=6),
        "train_batch_size=6: expected a multiple of the 4 parts"),
       (dict(mesh=_EQUAL, micro_batch_size=6),
@@ -87,7 +92,7 @@ class TrainerMeshTest(parameterized.TestCase):
        "disaggregated with a mesh of 8 devices"))
   def test_refuses(self, kwargs, message):
     with self.assertRaisesRegex(InputError, message) as caught:
-      tiny_task.run_steps(self.config(**kwargs), 0)
+      self.run_steps(self.config(**kwargs), 0)
     self.assertNotIn("\n", str(caught.exception))
 
 

@@ -29,7 +29,7 @@ from rollplex_jax.stages import full_sequence, objectives
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.stages.sampling import SamplingConfig
-from tests.helpers import tiny_policy
+from tests.helpers import tiny_checkpoint, tiny_policy
 
 MAX_LENGTH = 6
 _TEMPERATURE = 0.9
@@ -54,13 +54,18 @@ class TinySteps:
   def __init__(self, config: ModelConfig, prompts: Sequence[Prompt],
                num_generations: int, dtype=jnp.float32):
     """`dtype` is that of all parameters."""
-    cast = lambda tree: jax.tree.map(lambda a: a.astype(dtype), tree)
     self.config = config
     self.num_generations = num_generations
     rows = [_FIRST_ROW + i for i in range(len(prompts))]
     self.batch = samples.make_batch(config, prompts, rows)
-    self.params = cast(tiny_policy.params(config))
-    self._reference = cast(tiny_policy.params(config, seed=7))
+    self._dtype = dtype
+    self.params = self.random_params(0)
+    self._reference = self.random_params(7)
+
+  def random_params(self, seed: int) -> Params:
+    """A model of the same shape."""
+    return jax.tree.map(lambda a: jnp.asarray(a, self._dtype),
+                        tiny_checkpoint.random_params(self.config, seed))
 
   def reference(self, trained: Sequence[str]) -> Params:
     """The reference model: beside a frozen tower it has the policy's own."""
@@ -68,7 +73,7 @@ class TinySteps:
       return self._reference
     return {**self._reference, "visual": self.params["visual"]}
 
-  def step(self, *, trained=("text",), micro=0, several=False, config=None,
+  def step(self, *, trained=("text",), micro=0, several=False,
            **schedule) -> Step:
     """A step.
 
@@ -76,11 +81,10 @@ class TinySteps:
       trained: parts of the parameters that learn.
       micro: samples per pass; 0 for all.
       several: there will be several updates.
-      config: in place of the steps' own: programs are compiled once for each.
       **schedule: fields of `ScheduleConfig`.
     """
     settings = Settings(
-        config=config or self.config, schedule=ScheduleConfig(**schedule),
+        config=self.config, schedule=ScheduleConfig(**schedule),
         sampling=SamplingConfig(
             max_completion_length=MAX_LENGTH, temperature=_TEMPERATURE,
             eos_token_ids=_EOS,
