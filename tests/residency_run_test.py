@@ -167,16 +167,16 @@ class RunTest(parameterized.TestCase):
     self.assertTrue(all(a.is_deleted() for a in jax.tree.leaves(weights)))
 
   @parameterized.parameters(
-      ("offload", moves, "offload", lambda tree, keep: tree,
+      ("layer_inputs", moves, "offload", lambda tree, keep=(): tree,
        "after rollout/.* unexpected:.* optimizer.*not on the device in the plan"),
       ("layer_inputs", update, "update_program",
        undonated(update.update_program, "optimizer", "compute_dtype"),
        "after update.* unexpected: optimizer.*should have been donated"),
       ("layer_inputs", programs, "gradient_suffix",
        undonated(programs.gradient_suffix, "config", "objective",
-                 "temperature", "remat", "with_entropy"),
+                 "temperature", "remat", "with_entropy", "place"),
        "after train/.* unexpected: grads.*should have been donated"),
-      ("offload", executor, "_offload", lambda saved, save: saved,
+      ("offload", executor, "_kept", lambda saved, save: saved,
        "after rollout/.* unexpected: policy/saved.*not on the device"))
   def test_is_found_out_without(self, save, module, name, instead, message):
     """An offload or a donation less than the plan counts on."""

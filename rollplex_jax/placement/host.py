@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
-import numpy as np
 
 
 def to_host(tree: Any) -> Any:
@@ -23,9 +22,4 @@ def to_host(tree: Any) -> Any:
         [leaves[i] for i in split], tiled=True)
     for i, a in zip(split, whole):
       leaves[i] = a
-  return structure.unflatten([np.asarray(a) for a in leaves])
-
-
-def is_first() -> bool:
-  """Whether this process is the one that writes a run's files."""
-  return jax.process_index() == 0
+  return structure.unflatten(jax.device_get(leaves))
