@@ -356,7 +356,8 @@ class Step:
       self._put("policy/kv", artifacts.policy.kv)
       self._put("policy/saved", _kept(
           artifacts.policy.layer_inputs, s.schedule.save))
-    window_trace.record(self._timeline, start, done, turns)
+    window_trace.record(self._timeline, start, done, turns,
+                        unit_tokens=unit_shape.rows * unit_shape.chunk)
     return done
 
   def _sample_keys(self) -> jax.Array:

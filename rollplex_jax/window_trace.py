@@ -11,19 +11,24 @@ from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.stages.window import Turns
 from rollplex_jax.timeline import Timeline
 
+# Reading the weights takes about as long as the arithmetic of so many rows:
+# what a decode step of a few samples costs beside a unit of prefix work.
+_ROWS_OF_A_READ = 64
 
-def record(timeline: Timeline, start: float, done: Completions,
-           turns: Turns) -> None:
+
+def record(timeline: Timeline, start: float, done: Completions, turns: Turns,
+           *, unit_tokens: int) -> None:
   """Adds a window's loops to a timeline that is enabled, after it has ended.
 
   They are one program, whose inside the host can't see: its time is divided by
-  turns.
+  the rows that each turn takes through the model.
 
   Args:
     timeline: of the step.
     start: of the window, by the timeline's clock.
     done: the window's completions, to wait for.
     turns: of its loops, one number each or one for each part of the batch.
+    unit_tokens: tokens of a unit of prefix work.
   """
   if not timeline.enabled:
     return
@@ -36,11 +41,19 @@ def record(timeline: Timeline, start: float, done: Completions,
       ("reference", turns.with_reference, True),
       ("policy", turns.policy, False), ("reference", turns.reference, False),
       (None, turns.decode, True)]
-  total = max(sum(int(n) for _, n, _ in loops), 1)
+  samples = done.lengths.size
+
+  def cost(model, count, decodes):
+    # Policy units and decode steps read the same weights, once.
+    reads = 2 if decodes and model == "reference" else 1
+    rows = samples * decodes + unit_tokens * (model is not None)
+    return int(count) * (rows + reads * _ROWS_OF_A_READ)
+
+  total = max(sum(cost(*loop) for loop in loops), 1)
   lanes = {"policy": str(Lane.TRAINING), "reference": str(Lane.REFERENCE)}
   at = start
   for model, count, decodes in loops:
-    after = at + (end - start) * int(count) / total
+    after = at + (end - start) * cost(model, count, decodes) / total
     if count and model:
       timeline.add("prefix", lanes[model], None, at, after, estimated=True)
     if count and decodes:
