@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from rollplex_jax.artifacts import Model
 from rollplex_jax.models import hf, vlm
+from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
-from rollplex_jax.placement.layout import LayoutPlan, plan_layout
-from rollplex_jax.placement.mesh import MeshConfig, make_places
+from rollplex_jax.placement.layout import LayoutPlan
+from rollplex_jax.placement.mesh import Places
 from rollplex_jax.stages import update
 from rollplex_jax.stages.update import OptimizerConfig, TrainState
 
@@ -31,27 +32,29 @@ class Policy:
     places: rules of its stages on the run's mesh, or None on one device.
     layout: how its weights come to the rollout, or None if it reads them as
       training does.
-    state: master weights, moments and step counts.
+    state: master weights, moments and step counts; None while somebody else
+      holds them.
     frozen: compute parameters of the parts that do not learn.
     trained: compute parameters of the parts that do.
     version: updates so far.
   """
 
-  def __init__(self, path: str, *, mesh: MeshConfig, optimizer: OptimizerConfig,
-               dtype: str, freeze_vision_tower: bool):
+  def __init__(self, path: str, config: ModelConfig, places: Places | None, *,
+               optimizer: OptimizerConfig, dtype: str,
+               freeze_vision_tower: bool):
     """Loads a checkpoint onto the mesh.
 
     Raises:
-      InputError: naming the file, tensor or mesh axis that is wrong.
+      InputError: naming the file or tensor that is wrong.
     """
-    self.config = hf.load_config(path)
-    self.places = make_places(mesh, vlm.axis_sizes(self.config))
+    self.config = config
+    self.places = places
     self._dtype = jnp.dtype(dtype)
-    declared = vlm.weights(self.config)
+    declared = vlm.weights(config)
     master = storage = None
-    if self.places is not None:
-      master = self.places.training.master(declared)
-      storage = self.places.training.storage(declared)
+    if places is not None:
+      master = places.training.master(declared)
+      storage = places.compute_weights(declared)
     _, loaded = hf.load_checkpoint(
         path, jnp.float32, self.config, shardings=master)
     self.frozen: Params = {}
@@ -59,15 +62,13 @@ class Policy:
       frozen = {"visual": loaded.pop("visual")}
       self.frozen = _lay_out(_part(storage, frozen), self._dtype)(frozen)
     self._optimizer = update.make_optimizer(optimizer)
-    self.state: TrainState = update.create_state(loaded, self._optimizer)
+    self.state: TrainState | None = update.create_state(
+        loaded, self._optimizer)
     self._storage = _part(storage, loaded)
     self.trained = self._compute_copy()
     self.version = 0
-    self.layout: LayoutPlan | None = None
-    if self.places is not None and self.places.differ:
-      self.layout = plan_layout(
-          declared["text"], self.places.training, self.places.rollout,
-          self._dtype)
+    self.layout: LayoutPlan | None = places and places.plan_layout(
+        declared["text"], self._dtype)
 
   @property
   def params(self) -> Params:
