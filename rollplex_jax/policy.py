@@ -64,6 +64,8 @@ class Policy:
     self._optimizer = update.make_optimizer(optimizer)
     self.state: TrainState | None = update.create_state(
         loaded, self._optimizer)
+    if places is not None:
+      self.state = _replicate_scalars(self.state, places)
     self._storage = _part(storage, loaded)
     self.trained = self._compute_copy()
     self.version = 0
@@ -95,18 +97,49 @@ class Policy:
     """
     dtype = self._dtype if self._storage is None else jnp.float32
     # Weights of the old version go before those of the new one come.
-    self.trained = None
+    self._delete_trained()
     self.state, trained, metrics = update.apply_gradients(
         self.state, grads, self._optimizer, dtype)
+    # No result is as large as they are, so their donation was not carried out.
+    for a in jax.tree.leaves(grads):
+      a.delete()
     self.trained = (trained if self._storage is None else self._compute_copy())
     self.version += 1
     return metrics
+
+  def _delete_trained(self) -> None:
+    """Gives up the compute copies, but for those that are master weights."""
+    masters = set()
+    if self._dtype == jnp.float32:
+      masters = {pointer for a in jax.tree.leaves(self.state.params)
+                 for pointer in _pointers(a)}
+    for a in jax.tree.leaves(self.trained):
+      if masters.isdisjoint(_pointers(a)):
+        a.delete()
+    self.trained = None
 
   def _compute_copy(self) -> Params:
     """Master weights as training reads them."""
     if self._storage is None:
       return update.cast_params(self.state.params, self._dtype)
     return _lay_out(self._storage, self._dtype)(self.state.params)
+
+
+def _replicate_scalars(tree: Any, places: Places) -> Any:
+  """Counters, made on one device, on all of a mesh."""
+  everywhere = places.training.replicated
+
+  def spread(a):
+    if a.ndim:
+      return a
+    value = jax.device_get(a)
+    return jax.make_array_from_callback((), everywhere, lambda _: value)
+
+  return jax.tree.map(spread, tree)
+
+
+def _pointers(a: jax.Array) -> set[int]:
+  return {shard.data.unsafe_buffer_pointer() for shard in a.addressable_shards}
 
 
 def _part(shardings: Params | None, params: Params) -> Params | None:

@@ -139,6 +139,9 @@ class Residency:
     Raises:
       LedgerError: in a checked run, if more is alive than the plan has.
     """
+    if not self._keeper.plan.has(name):  # Nothing to score, for one.
+      yield
+      return
     with self._keeper.phase(name):
       if step is not None and step.facts.has_reference:
         step.reference = self._reference(name)

@@ -154,6 +154,11 @@ class ResidencyPlan:
     """All buffers of a name, in the order of their lives."""
     return [b for b in self.buffers if b.name == name]
 
+  def has(self, phase: str) -> bool:
+    """Whether there is such a phase, or group of phases."""
+    return phase in self._index or any(
+        group_of(p) == phase for p in self.phases)
+
   def phases_of(self, phase: str) -> list[str]:
     """A phase itself, or the phases of a group.
 

@@ -246,6 +246,11 @@ class Placement:
             for part, tree in declared.items()}
 
   @property
+  def replicated(self) -> NamedSharding:
+    """Of an array that every device has whole."""
+    return NamedSharding(self.mesh, PartitionSpec())
+
+  @property
   def batch_ways(self) -> int:
     """Into how many parts prompts are split."""
     return math.prod(self.mesh.shape[axis] for axis in self.text.batch)

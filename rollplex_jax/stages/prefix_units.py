@@ -24,7 +24,6 @@ from rollplex_jax.models.config import TextConfig
 from rollplex_jax.models.inputs import PromptInputs
 from rollplex_jax.models.weights import Params
 
-
 # Tokens of a chunk are a multiple of this where they can be.
 _ALIGNMENT = 16
 
