@@ -15,6 +15,7 @@ import types
 import typing
 from typing import Any
 
+import jax
 import ml_collections
 from ml_collections import config_dict
 
@@ -304,6 +305,10 @@ def check_mesh(config: TrainConfig, parts: int) -> None:
     raise InputError(
         f"schedule.name=disaggregated with a mesh of {mesh.shape.size} devices: "
         "each pool is one device; expected no mesh")
+  if jax.process_count() > 1 and schedule.name == ScheduleName.DISAGGREGATED:
+    raise InputError(
+        f"schedule.name=disaggregated in {jax.process_count()} processes: "
+        "expected one, whose devices the pools are")
   if (mesh.training_tp != mesh.rollout_tp
       and schedule.name == ScheduleName.ROLLPLEX
       and schedule.prefix_source == PrefixSource.ROLLOUT):

@@ -25,10 +25,11 @@ from rollplex_jax.data.processor import Processor
 from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.data.rows import RowFile, RowList, select_rows
 from rollplex_jax.errors import InputError
-from rollplex_jax.executor import Settings, Step
+from rollplex_jax.executor import Step
 from rollplex_jax.models import decoder, hf, vlm
 from rollplex_jax.samples import Groups, make_batch
 from rollplex_jax.schedule import ScheduleConfig
+from rollplex_jax.settings import Settings
 from rollplex_jax.stages import full_sequence, update
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.response import GroupResponses

@@ -26,6 +26,8 @@ from rollplex_jax.errors import InputError
 from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params, Weight, is_weight
+from rollplex_jax.placement.host import to_host
+from rollplex_jax.placement.processes import is_first
 
 _DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
            "BF16": np.dtype(ml_dtypes.bfloat16)}
@@ -122,6 +124,8 @@ def save_checkpoint(
     shard_bytes: int = _SHARD_BYTES) -> None:
   """Writes a folder that transformers and `load_checkpoint` both load.
 
+  Of several processes all must call this; the first one writes.
+
   Args:
     path: folder to make; replaced if it exists and holds a checkpoint.
     config: the model's configuration.
@@ -134,6 +138,10 @@ def save_checkpoint(
   Raises:
     InputError: if `path` exists and is not a checkpoint folder.
   """
+  if not is_first():
+    for _ in _checkpoint_tensors(config, params, dtype):
+      pass  # Gathered for the one that writes.
+    return
   target = pathlib.Path(path)
   if target.exists() and not (
       target.is_dir() and ((target / "config.json").exists()
@@ -213,8 +221,7 @@ def _checkpoint_tensors(
     by_name.setdefault(weight.name, []).append((weight, array))
   for name, parts in by_name.items():
     parts.sort(key=lambda p: p[0].part)
-    pieces = [w.to_checkpoint(np.asarray(jax.device_get(a)))
-              for w, a in parts]
+    pieces = [w.to_checkpoint(np.asarray(to_host(a))) for w, a in parts]
     tensor = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     yield name, np.ascontiguousarray(
         tensor if dtype is None else tensor.astype(dtype))

@@ -6,11 +6,12 @@ import numpy as np
 
 from rollplex_jax import samples
 from rollplex_jax.artifacts import Model
-from rollplex_jax.executor import Settings, Step
+from rollplex_jax.executor import Step
 from rollplex_jax.models import vlm
 from rollplex_jax.placement.layout import plan_layout
 from rollplex_jax.placement.mesh import MeshConfig, make_places
 from rollplex_jax.schedule import ScheduleConfig
+from rollplex_jax.settings import Settings
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.sampling import SamplingConfig
 from tests.helpers import devices, tiny_policy
