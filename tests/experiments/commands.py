@@ -26,7 +26,7 @@ _FLAG_MODULES = {
     "decompress": ("experiments.decompress",),
     "generate": ("experiments.generate", "experiments.row_inputs"),
     "score": ("experiments.score", "experiments.row_inputs"),
-    "train": ("experiments.train",),
+    "train": ("experiments.train", "experiments.processes"),
 }
 _set_aside: dict[str, list[flags.Flag]] = {}
 
@@ -68,7 +68,7 @@ def _module(command: str) -> Iterator[types.ModuleType]:
   others = _take_flags()
   try:
     for name in _FLAG_MODULES[command]:
-      for flag in _set_aside.pop(name, ()):
+      for flag in _set_aside.pop(name, ()) or others.pop(name, ()):
         flags.DEFINE_flag(flag, module_name=name)
     yield importlib.import_module(f"experiments.{command}")
   finally:
