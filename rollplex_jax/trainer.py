@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import time
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollplex_jax import inference, reports
+from rollplex_jax import inference, reports, supervised
 from rollplex_jax import metrics as metrics_lib
 from rollplex_jax import scoring as scoring_lib
 from rollplex_jax.artifacts import Model
@@ -35,13 +36,11 @@ from rollplex_jax.config import (
   check_mesh,
   to_config_dict,
 )
-from rollplex_jax.data import batching
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation, evaluate
 from rollplex_jax.executor import Step
-from rollplex_jax.full_passes import supervised_gradient
 from rollplex_jax.models import hf, vlm, weights
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement import processes
@@ -340,7 +339,7 @@ class Trainer:
 
     process = self.processor.prompt
     if self.supervised:
-      process = self._supervised_example
+      process = functools.partial(supervised.example, self.processor)
     rows = self.task.train_rows
     size = self._batch_size
     dataset = input_pipeline(
@@ -486,48 +485,15 @@ class Trainer:
 
   # -- supervised ------------------------------------------------------------
 
-  def _supervised_example(self, row, where):
-    """(prompt, response ids with an EOS at the end)."""
-    prompt = self.processor.prompt(row, where)
-    response = self.processor.response(row, where)
-    eos = self.processor.tokenizer.eos_token_id
-    if eos is not None and (not response or response[-1] != eos):
-      response = [*response, eos]
-    return prompt, response
-
   def _supervised_step(self, examples: list[Example], step: int, timer):
     del step
-    config = self.config
     with timer.phase("data", "host"):
-      found = [(*e.prompt, e.index) for e in examples]
-      if self._spread is not None:
-        found = self._spread.share(found, lambda item: (
-            dataclasses.replace(item[0], patches=None), *item[1:]))
-      prompts, responses, indices = zip(*found)
-      batch = make_batch(self.model_config, prompts, indices,
-                         parts=self._parts, spread=self._spread)
-      token_ids, lengths = batching.stack_responses(responses)
-      groups = Groups(
-          rows=np.arange(len(prompts), dtype=np.int32),
-          token_ids=token_ids[:, None], lengths=lengths[:, None],
-          advantages=np.zeros((len(prompts), 1), np.float32))
-    values, losses = {}, []
+      batch, groups = supervised.collect(
+          self.model_config, examples, self._parts, self._spread)
     with timer.phase("update_actor"):
-      size = config.prompts_per_update
-      for i in range(0, len(prompts), size):
-        with timer.timeline.event("gradient_full", "training") as wait:
-          grads, loss = wait(supervised_gradient(
-              self.policy.trained, self.policy.frozen, self.model_config, batch,
-              groups.take(np.arange(i, min(i + size, len(prompts)))),
-              micro_batch_size=config.micro_batch_size,
-              remat=config.policy.remat, place=self.settings.training))
-        with timer.timeline.event("update", "training") as wait:
-          new = wait(self.policy.update(grads))
-        values |= new
-        losses.append(loss)
-      values = {k: float(v) for k, v in to_host(values).items()}
-    values["train/loss"] = float(np.mean(to_host(losses)))
+      values = supervised.update(
+          self.policy, self.settings, batch, groups,
+          self.config.prompts_per_update, timer.timeline)
     values["perf/total_num_tokens"] = float(
-        lengths.sum() + batch.inputs.lengths.sum())
+        groups.lengths.sum() + batch.inputs.lengths.sum())
     return values, []
-
