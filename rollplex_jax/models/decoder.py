@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from legolm_jax import matmul
 from rollplex_jax.models import layers
 from rollplex_jax.models.config import TextConfig
 from rollplex_jax.models.weights import Init, Params, Weight
@@ -104,12 +105,12 @@ def embed(params: Params, token_ids: jax.Array, features=None,
   return jnp.where((feature_index >= 0)[..., None], seen, x)
 
 
-def _look_up(table: jax.Array, token_ids: jax.Array, axis: Axis) -> jax.Array:
+def _look_up(table, token_ids: jax.Array, axis: Axis) -> jax.Array:
   if axis is None:
-    return table[token_ids]
+    return matmul.take_rows(table, token_ids)
   held = table.shape[0]
   local = token_ids - jax.lax.axis_index(axis) * held
-  rows = table[jnp.clip(local, 0, held - 1)]
+  rows = matmul.take_rows(table, jnp.clip(local, 0, held - 1))
   here = (local >= 0) & (local < held)
   return total(jnp.where(here[..., None], rows, jnp.zeros_like(rows)), axis)
 

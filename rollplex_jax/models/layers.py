@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from legolm_jax import matmul
+from legolm_jax.array import LegoArray
+
 # Finite, so that a row whose keys are all masked softmaxes to numbers.
 MASKED = -1e30
 # Up to so many rows, a CPU multiplies by [out, in] storage weights first.
@@ -22,14 +25,14 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   return scale * y.astype(x.dtype)
 
 
-def dense_out_in(x: jax.Array, w: jax.Array, bias=None,
+def dense_out_in(x: jax.Array, w: jax.Array | LegoArray, bias=None,
                  dtype=None) -> jax.Array:
   """x [..., in] times w [out, in] -> [..., out]: column-parallel storage.
 
   `dtype` is that of the product; None keeps the operands'.
   """
-  rows_first = functools.partial(_rows_first, dtype=dtype)
-  if math.prod(x.shape[:-1]) > _FEW_ROWS:
+  rows_first = functools.partial(matmul.matmul_transposed, dtype=dtype)
+  if isinstance(w, LegoArray) or math.prod(x.shape[:-1]) > _FEW_ROWS:
     y = rows_first(x, w)
   else:
     y = jax.lax.platform_dependent(
@@ -38,13 +41,8 @@ def dense_out_in(x: jax.Array, w: jax.Array, bias=None,
   return y if bias is None else y + bias
 
 
-def _rows_first(x, w, dtype):
-  return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())),
-                             preferred_element_type=dtype)
-
-
 def _weights_first(x, w, dtype):
-  """The same as w x^T, transposed.
+  """x times w [out, in] as w x^T, transposed.
 
   On a CPU the right operand of a product is packed with its output dimension
   innermost. For weights stored as [out, in] that is a transposition of them
@@ -57,9 +55,10 @@ def _weights_first(x, w, dtype):
   return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)
 
 
-def dense_in_out(x: jax.Array, w: jax.Array, bias=None) -> jax.Array:
+def dense_in_out(x: jax.Array, w: jax.Array | LegoArray,
+                 bias=None) -> jax.Array:
   """x [..., in] times w [in, out] -> [..., out]: row-parallel storage."""
-  y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+  y = matmul.matmul(x, w)
   return y if bias is None else y + bias
 
 
