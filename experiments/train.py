@@ -50,6 +50,9 @@ def main():
   if config.policy.path:
     config = dataclasses.replace(config, policy=dataclasses.replace(
         config.policy, path=hub.resolve(config.policy.path)))
+  if config.reference.path:
+    config = dataclasses.replace(config, reference=dataclasses.replace(
+        config.reference, path=hub.resolve(config.reference.path)))
   trainer = Trainer(config)
   for line in trainer.task.report:
     print(line)

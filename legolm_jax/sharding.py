@@ -10,13 +10,17 @@ from legolm_jax import encoding, packing
 from legolm_jax.array import LegoArray, Storage
 
 
-def device_put(array: LegoArray, mesh: Mesh, spec: PartitionSpec) -> LegoArray:
+def device_put(array: LegoArray, mesh: Mesh, spec: PartitionSpec,
+               finest: PartitionSpec | None = None) -> LegoArray:
   """Puts a LegoArray on the devices of a mesh.
 
   Args:
     array: on the host, not sharded.
     mesh: of devices.
     spec: what a dense matrix of the array's shape would have.
+    finest: the finest that any program will read it under, by default `spec`.
+      Each part of that has a list of outliers of its own; a program that splits
+      the array no finer can do so.
 
   Returns:
     The same on the devices, every leaf sharded as the matrix would be.
@@ -25,7 +29,7 @@ def device_put(array: LegoArray, mesh: Mesh, spec: PartitionSpec) -> LegoArray:
     ValueError: if the mesh doesn't divide the matrix.
   """
   shards = [1, 1]
-  for i, names in enumerate((*spec, None, None)[:2]):
+  for i, names in enumerate((*(finest or spec), None, None)[:2]):
     for name in names if isinstance(names, tuple) else (names,):
       shards[i] *= 1 if name is None else mesh.shape[name]
   array = with_shards(array, *shards)

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollplex_jax import inference, reports
+from rollplex_jax import reference as reference_lib
 from rollplex_jax import metrics as metrics_lib
 from rollplex_jax.config import (
   Algorithm,
@@ -87,6 +88,7 @@ class Trainer:
     """
     if not config.policy.path:
       raise InputError("policy.path is not set: expected a checkpoint folder")
+    reference_lib.check(config)
     self.config = config
     self.supervised = config.algorithm == Algorithm.SUPERVISED
     self.processor = Processor.from_checkpoint(
@@ -104,9 +106,8 @@ class Trainer:
     self._parts = 1 if places is None else places.parts
     check_mesh(config, self._parts)
     self.reference = None
-    if not self.supervised and config.objective.beta > 0:
-      # A copy: the first update donates the master weights.
-      self.reference = self.policy.copy()
+    if config.has_reference:
+      self.reference = reference_lib.make(config, self.policy)
     # dr_grpo divides by the rollout's length limit.
     self.objective = dataclasses.replace(
         config.objective,
@@ -241,6 +242,8 @@ class Trainer:
         "tokens_per_second": tokens / max(train_seconds, 1e-9),
         "compilations": compiled.count, "compile_seconds": compiled.seconds,
         "skipped_rows": self.skipped_rows,
+        "reference": reference_lib.summary(
+            self.config, self.reference, self.policy.frozen),
         "evaluations": evaluated,
     }
     metrics_lib.write_json(folder / "summary.json", summary)

@@ -59,7 +59,7 @@ def load_config(path: str | os.PathLike) -> ModelConfig:
 
 def load_checkpoint(
     path: str | os.PathLike, dtype=None, config: ModelConfig | None = None,
-    shardings: Any = None) -> tuple[ModelConfig, Params]:
+    shardings: Any = None, finest: Any = None) -> tuple[ModelConfig, Params]:
   """Loads a checkpoint folder, tensor by tensor.
 
   One that is compressed is loaded as it is: what is compressed in it becomes
@@ -72,6 +72,8 @@ def load_checkpoint(
     config: if given, used in place of the folder's config.json.
     shardings: of the parameters, a tree like theirs; a process then copies
       only what its devices hold. None puts them whole on one device.
+    finest: a tree of shardings too, of the finest split that any program asks
+      of a compressed matrix; by default `shardings`.
 
   Returns:
     The configuration and the parameters, {"text": ..., "visual": ...}. Host
@@ -86,23 +88,26 @@ def load_checkpoint(
   with tensor_files.open_tensors(folder) as tensors:
     tensors.check(leaves, config.text.tie_word_embeddings)
     arrays, last = [], (None, None)
-    places = [None] * len(leaves) if shardings is None else jax.tree.leaves(
-        shardings)
-    for weight, place in zip(leaves, places, strict=True):
+    none = [None] * len(leaves)
+    places = none if shardings is None else jax.tree.leaves(shardings)
+    finest = places if finest is None else jax.tree.leaves(finest)
+    for weight, place, finer in zip(leaves, places, finest, strict=True):
       if last[0] != weight.name:
         last = (weight.name, tensors.read(weight.name))
-      arrays.append(_put(weight.from_checkpoint(last[1]), dtype, place))
+      arrays.append(_put(weight.from_checkpoint(last[1]), dtype, place, finer))
   return config, structure.unflatten(arrays)
 
 
-def _put(value: np.ndarray | LegoArray, dtype, place) -> jax.Array | LegoArray:
+def _put(value: np.ndarray | LegoArray, dtype, place, finest
+         ) -> jax.Array | LegoArray:
   """A host array on the device, or where its sharding has it."""
   if isinstance(value, LegoArray):
     value = value.replace(dtype=jnp.dtype(value.dtype if dtype is None
                                           else dtype))
     if place is None:
       return jax.tree.map(jnp.array, value)
-    return lego_sharding.device_put(value, place.mesh, place.spec)
+    return lego_sharding.device_put(
+        value, place.mesh, place.spec, finest.spec)
   # jnp.array copies: an array that shared the buffer of a tensor that is cut in
   # parts would keep the whole of it alive.
   return (jnp.array(value, dtype=dtype) if place is None
