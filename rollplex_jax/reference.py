@@ -16,7 +16,7 @@ import numpy as np
 from rollplex_jax.artifacts import Model
 from rollplex_jax.config import TrainConfig
 from rollplex_jax.errors import InputError
-from rollplex_jax.models import hf, tensor_files, vlm
+from rollplex_jax.models import architectures, hf, tensor_files, vlm
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement.mesh import Places
 from rollplex_jax.placement.sharding import Placement
@@ -34,6 +34,7 @@ def check(config: TrainConfig) -> None:
       nothing would read it.
   """
   policy = hf.load_config(config.policy.path)
+  architectures.check_trains(policy, f"policy.path={config.policy.path}")
   if tensor_files.is_compressed(config.policy.path):
     raise InputError(
         f"policy.path={config.policy.path}: is compressed, and can't be "

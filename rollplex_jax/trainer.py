@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollplex_jax import inference, reports
-from rollplex_jax import reference as reference_lib
 from rollplex_jax import metrics as metrics_lib
+from rollplex_jax import reference as reference_lib
 from rollplex_jax.config import (
   Algorithm,
   TrainConfig,

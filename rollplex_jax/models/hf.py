@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from legolm_jax import sharding as lego_sharding
 from legolm_jax.array import LegoArray
 from rollplex_jax.errors import InputError
-from rollplex_jax.models import tensor_files, vlm
+from rollplex_jax.models import architectures, tensor_files, vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params, Weight, is_weight
 
@@ -54,7 +54,7 @@ def load_config(path: str | os.PathLike) -> ModelConfig:
     eos = tensor_files.read_json(generation).get("eos_token_id")
     if eos is not None:
       raw["eos_token_id"] = eos
-  return ModelConfig.from_hf(raw, str(folder / "config.json"))
+  return architectures.config_from_hf(raw, str(folder / "config.json"))
 
 
 def load_checkpoint(
