@@ -24,6 +24,7 @@ from experiments import common
 _FLAG_MODULES = {
     "compress": ("experiments.compress",),
     "decompress": ("experiments.decompress",),
+    "evaluate": ("experiments.evaluate",),
     "generate": ("experiments.generate", "experiments.row_inputs"),
     "score": ("experiments.score", "experiments.row_inputs"),
     "train": ("experiments.train",),
