@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import common, evaluate_reward
+from experiments import common, evaluate_reward, texts
 from legolm_jax import accounting, benchmarks, checkpoint, evaluate
 from rollplex_jax import programs
 from rollplex_jax.data.processor import Processor
@@ -117,7 +117,7 @@ def _checked_task() -> Callable[[Model, Model | None], dict[str, Any]]:
   if task == "kl" and not _REFERENCE.value:
     raise InputError("--reference_path is not set: kl is a distance from it")
   if task in ("perplexity", "kl"):
-    documents = read_documents(path)
+    documents = texts.read_documents(path)
     return lambda *models: _perplexity(documents, *models)
   questions = (benchmarks.read_lambada if task == "lambada"
                else benchmarks.read_hellaswag)(path, _LIMIT.value)
@@ -131,22 +131,6 @@ def _check_vocabularies(folder: str, other: str | None) -> None:
   if ours != theirs:
     raise InputError(f"--reference_path={other}: expected a vocabulary of "
                      f"{ours} tokens, as {folder} has, found {theirs}")
-
-
-def read_documents(path: str) -> list[str]:
-  """The texts of a file: one, or one per line of JSONL. Raises InputError."""
-  if path.endswith(".jsonl"):
-    return [benchmarks.text_of(row, where)
-            for where, row in benchmarks.read_objects(path)]
-  try:
-    text = pathlib.Path(path).read_text(encoding="utf-8")
-  except UnicodeDecodeError as e:
-    raise InputError(f"{path}: expected UTF-8 text ({e.reason})") from e
-  except OSError as e:
-    raise InputError(f"{path}: can't be read: {e.strerror}") from e
-  if not text.strip():
-    raise InputError(f"{path}: expected text, found none")
-  return [text]
 
 
 def _perplexity(documents: list[str], model: Model,

@@ -7,7 +7,7 @@ it. Export writes to a temporary folder and renames it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 import json
 import os
 import pathlib
@@ -96,6 +96,34 @@ def load_checkpoint(
         last = (weight.name, tensors.read(weight.name))
       arrays.append(_put(weight.from_checkpoint(last[1]), dtype, place, finer))
   return config, structure.unflatten(arrays)
+
+
+def params_from_tensors(
+    config: ModelConfig, tensors: Iterable[tuple[str, np.ndarray]],
+    dtype=None) -> Params:
+  """The parameters in a stream of a checkpoint's tensors, by any version's names.
+
+  Args:
+    config: the model's.
+    tensors: names and arrays, as in the checkpoint's files; what the model
+      doesn't have is passed over.
+    dtype: of the parameters; None keeps each tensor's own.
+
+  Raises:
+    InputError: if a tensor is missing.
+  """
+  leaves, structure = jax.tree.flatten(vlm.weights(config), is_leaf=is_weight)
+  places: dict[str, list[int]] = {}
+  for i, weight in enumerate(leaves):
+    places.setdefault(weight.name, []).append(i)
+  out: list[jax.Array | None] = [None] * len(leaves)
+  for name, tensor in tensors:
+    for i in places.pop(tensor_files.published_name(name), ()):
+      out[i] = jnp.array(leaves[i].from_checkpoint(tensor), dtype=dtype)
+  if places:
+    raise InputError(f"{len(places)} tensors are missing, first "
+                     f"{min(places)}")
+  return structure.unflatten(out)
 
 
 def _put(value: np.ndarray | LegoArray, dtype, place, finest

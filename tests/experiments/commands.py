@@ -27,6 +27,7 @@ _FLAG_MODULES = {
     "evaluate": ("experiments.evaluate",),
     "generate": ("experiments.generate", "experiments.row_inputs"),
     "score": ("experiments.score", "experiments.row_inputs"),
+    "study": ("experiments.study",),
     "train": ("experiments.train",),
 }
 _set_aside: dict[str, list[flags.Flag]] = {}
