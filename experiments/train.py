@@ -53,6 +53,9 @@ def main():
   if config.policy.path:
     config = dataclasses.replace(config, policy=dataclasses.replace(
         config.policy, path=hub.resolve(config.policy.path)))
+  if config.reference.path:
+    config = dataclasses.replace(config, reference=dataclasses.replace(
+        config.reference, path=hub.resolve(config.reference.path)))
   trainer = Trainer(config)
   if not first:
     return trainer.train(output)

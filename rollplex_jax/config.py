@@ -56,6 +56,19 @@ class PolicyConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+  """The model that the KL is taken to, if objective.beta is above 0.
+
+  Attributes:
+    path: checkpoint folder of the policy's architecture, ordinary or
+      compressed; empty for the policy's own initial weights. A frozen vision
+      tower is shared with the policy.
+  """
+
+  path: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
   """A world in place of rows. No `level`, no environment.
 
@@ -158,8 +171,8 @@ class TrainConfig:
 
   Attributes:
     algorithm: "rl" or "supervised".
-    policy, data, rollout, objective, optimizer, mesh, schedule, residency: see
-      there.
+    policy, reference, data, rollout, objective, optimizer, mesh, schedule,
+      residency: see there.
     train_batch_size: prompts (supervised: rows) per step.
     gen_batch_size: prompts that are rolled out per step; those groups whose
       rewards are not all equal are trained on, up to train_batch_size (DAPO's
@@ -188,6 +201,8 @@ class TrainConfig:
   algorithm: Algorithm = Algorithm.RL
   policy: PolicyConfig = dataclasses.field(
       default_factory=PolicyConfig)
+  reference: ReferenceConfig = dataclasses.field(
+      default_factory=ReferenceConfig)
   data: DataConfig = dataclasses.field(
       default_factory=DataConfig)
   rollout: RolloutConfig = dataclasses.field(
@@ -266,6 +281,11 @@ class TrainConfig:
           f"{self.objective.max_completion_length}: expected "
           "rollout.max_completion_length="
           f"{self.rollout.max_completion_length}")
+
+  @property
+  def has_reference(self) -> bool:
+    """Whether a reference model is scored."""
+    return self.algorithm == Algorithm.RL and self.objective.beta > 0
 
   @property
   def prompts_per_update(self) -> int:

@@ -28,6 +28,7 @@ import numpy as np
 
 from rollplex_jax import inference, reports, supervised
 from rollplex_jax import metrics as metrics_lib
+from rollplex_jax import reference as reference_lib
 from rollplex_jax import scoring as scoring_lib
 from rollplex_jax.artifacts import Model
 from rollplex_jax.config import (
@@ -94,6 +95,7 @@ class Trainer:
     """
     if not config.policy.path:
       raise InputError("policy.path is not set: expected a checkpoint folder")
+    reference_lib.check(config)
     self.config = config
     self.supervised = config.algorithm == Algorithm.SUPERVISED
     self.processor = Processor.from_checkpoint(
@@ -139,9 +141,8 @@ class Trainer:
         optimizer=config.optimizer, dtype=config.policy.compute_dtype,
         freeze_vision_tower=config.policy.freeze_vision_tower)
     self._reference = None
-    if self._has_reference:
-      # A copy: the first update donates the master weights.
-      self._reference = self.policy.copy()
+    if config.has_reference:
+      self._reference = reference_lib.make(config, self.policy)
     if self._residency is not None:
       self._residency.hold(self.policy, self._reference)
       # Its weights are where the plan of a phase has them.
@@ -168,10 +169,6 @@ class Trainer:
   def num_parameters(self) -> int:
     return weights.num_parameters(self.params)
 
-  @property
-  def _has_reference(self) -> bool:
-    return not self.supervised and self.config.objective.beta > 0
-
   def _trained_parts(self) -> tuple[str, ...]:
     has_tower = self.model_config.vision is not None
     frozen = self.config.policy.freeze_vision_tower
@@ -186,7 +183,7 @@ class Trainer:
       # again before it runs.
       batch = self._batch(next(self._batches()))
       residency.plan(batch, facts_of(
-          self.settings, batch, has_reference=self._has_reference,
+          self.settings, batch, has_reference=self.config.has_reference,
           several_updates=self.config.updates_per_step > 1),
                      self.settings.schedule)
     return residency
@@ -297,6 +294,8 @@ class Trainer:
         "tokens_per_second": tokens / max(train_seconds, 1e-9),
         "compilations": compiled.count, "compile_seconds": compiled.seconds,
         "skipped_rows": self.skipped_rows,
+        "reference": reference_lib.summary(
+            self.config, self.reference, self.policy.frozen),
         "layout": self.policy.layout and self.policy.layout.to_dict(),
         "residency": self._residency and self._residency.summary(),
         "evaluations": evaluated,
@@ -434,7 +433,7 @@ class Trainer:
   def _updates(self, work: Step, groups: Groups, completions: Completions,
                step: int, timer):
     """Scores under reference and old policy, then updates the policy."""
-    scores = "ref" if self._has_reference else "old_log_prob"
+    scores = "ref" if self.config.has_reference else "old_log_prob"
     with timer.phase(scores), self._phase("score", work):
       groups = work.score(groups)
     values, total, gap = {}, None, {}

@@ -100,9 +100,8 @@ class Places:
 
   def compute_weights(self, declared: Mapping[str, Any]) -> dict[str, Any]:
     """Shardings of compute parameters {"text": ..., "visual": ...}."""
-    return {part: (self.training.weights(tree, "vision") if part == "visual"
-                   else self.storage.weights(tree))
-            for part, tree in declared.items()}
+    out = self.training.storage(declared)
+    return out | {"text": self.storage.weights(declared["text"])}
 
   def plan_layout(self, text: Any, dtype: Any) -> LayoutPlan | None:
     """How the decoder's weights come to the rollout; None if as they are.

@@ -24,8 +24,10 @@ from experiments import common
 _FLAG_MODULES = {
     "compress": ("experiments.compress",),
     "decompress": ("experiments.decompress",),
+    "evaluate": ("experiments.evaluate",),
     "generate": ("experiments.generate", "experiments.row_inputs"),
     "score": ("experiments.score", "experiments.row_inputs"),
+    "study": ("experiments.study",),
     "train": ("experiments.train", "experiments.processes"),
 }
 _set_aside: dict[str, list[flags.Flag]] = {}
