@@ -16,6 +16,7 @@ import numpy as np
 
 from rollplex_jax import programs
 from rollplex_jax.capacity_case import Case
+from rollplex_jax.data.batching import bucket
 from rollplex_jax.models import vlm
 from rollplex_jax.models.inputs import PromptInputs, VisionInputs
 from rollplex_jax.models.weights import is_weight
@@ -146,15 +147,25 @@ class Programs:
   @functools.cached_property
   def _vision_size(self) -> int:
     """Patches of one part of the batch."""
-    t, h, w = self.case.workload.video
-    return self._b // self.case.parts * t * h * w
+    _, h, w = self.case.workload.video
+    return self._vision_bucket(self._frames * h * w)
+
+  @property
+  def _frames(self) -> int:
+    """Pairs of frames of one part of the batch."""
+    return self._b // self.case.parts * self.case.workload.video[0]
+
+  def _vision_bucket(self, size: int) -> int:
+    """As batches of media are padded."""
+    unit = self.config.vision.spatial_merge_size ** 2
+    return unit * bucket(-(-size // unit))
 
   def vision_inputs(self) -> VisionInputs:
     """Packed patches of all prompts, in as many parts as the batch has."""
-    v, (t, h, w) = self.config.vision, self.case.workload.video
+    v, (_, h, w) = self.config.vision, self.case.workload.video
     m, units = v.spatial_merge_size, v.window_units
-    n = self._vision_size
-    frames = n // (h * w)
+    n, round_up = self._vision_size, self._vision_bucket
+    frames = self._frames
     windows = frames * -(-h // m // units) * -(-w // m // units)
     slots = min((units * m) ** 2, h * w)
     parts = (self.case.parts,) if self.case.parts > 1 else ()
@@ -162,9 +173,9 @@ class Programs:
     return VisionInputs(
         patches=make(jnp.float32, n, v.patch_dim),
         rows_columns=make(jnp.int32, n, 2),
-        window_index=make(jnp.int32, windows, slots),
+        window_index=make(jnp.int32, round_up(windows), slots),
         window_slot=make(jnp.int32, n),
-        frame_index=make(jnp.int32, frames, h * w),
+        frame_index=make(jnp.int32, round_up(frames), round_up(h * w)),
         frame_slot=make(jnp.int32, n))
 
   def artifacts(self):

@@ -241,7 +241,7 @@ def hidden_states(params: Params, config: TextConfig, x: jax.Array,
                  lambda q, k, v: (layers.attend_causally(q, k, v), None))[0]
 
   if remat:
-    run = jax.checkpoint(run)
+    run = layers.finish_backward(jax.checkpoint(run))
   for w in params["layers"]:
     x = run(w, x, angles)
   return layers.rms_norm(x, params["norm"], config.rms_norm_eps)

@@ -171,3 +171,28 @@ def join_parts(*parts) -> jax.Array:
   shares = [jnp.exp(part[0] - top) for part in parts]
   total = sum(part[1] * share for part, share in zip(parts, shares))
   return sum(part[2] * share for part, share in zip(parts, shares)) / total
+
+
+def finish_backward(f):
+  """f, all of whose gradients are made before any of them is read.
+
+  Within a backward pass nothing waits for the gradients of weights and of a
+  prefix's keys and values. Left to itself a compiler may put off those of all
+  layers to the end, and keep alive what they are made of, attention scores
+  among it.
+  """
+
+  def run(*args):
+    return f(*_together(args))
+
+  return run
+
+
+@jax.custom_vjp
+def _together(args):
+  return args
+
+
+_together.defvjp(
+    lambda args: (args, None),
+    lambda _, grads: (jax.lax.optimization_barrier(grads),))

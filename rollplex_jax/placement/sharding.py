@@ -290,6 +290,17 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
+def in_order(*values: Any) -> Any:
+  """The values, of which none is read before all are made; on a mesh only.
+
+  Without that a compiler may cut a device's part out of an array long after the
+  array was made, and keep the whole of it until then.
+  """
+  if _current.get() is None:
+    return values
+  return jax.lax.optimization_barrier(values)
+
+
 def batch_ways() -> int:
   """Into how many parts the rules in use split a batch."""
   current = _current.get()

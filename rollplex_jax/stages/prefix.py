@@ -63,7 +63,9 @@ def prefix_kv(text: Params, config: ModelConfig, prompts: PromptInputs,
   kv, inputs = [], []
   last = len(text["layers"]) - 1
   for i, w in enumerate(text["layers"]):
-    inputs.append(sharding.constrain(x, "batch", None, "saved"))
+    part, x = sharding.in_order(
+        sharding.constrain(x, "batch", None, "saved"), x)
+    inputs.append(part)
     x, layer_kv = decoder.prefix_layer(
         w, x, config=config.text, angles=angles, only_kv=i == last)
     kv.append(layer_kv)
@@ -126,7 +128,11 @@ def prefix_backward(text: Params, config: ModelConfig, prompts: PromptInputs,
       return decoder.prefix_layer(
           w, x, config=config.text, angles=angles, only_kv=only_kv)
 
-    (_, kv), pull = jax.vjp(run, text["layers"][i], saved[i])
+    # A layer starts when the one after it is done with: the compiler might
+    # else run several again at a time, and keep all that they make.
+    x, x_grad, layer_grads[-1:] = jax.lax.optimization_barrier(
+        (saved[i], x_grad, layer_grads[-1:]))
+    (_, kv), pull = jax.vjp(run, text["layers"][i], x)
     w_grad, x_grad = pull((x_grad, _like(kv_grads[i], kv)))
     layer_grads.append(_float32(w_grad))
 

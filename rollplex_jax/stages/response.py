@@ -85,7 +85,7 @@ def response_logprobs(
   prefix_mask = jnp.arange(p) < prompts.lengths[:, None] - 1
   run = functools.partial(_layer, config.text)
   if remat:
-    run = jax.checkpoint(run)
+    run = layers.finish_backward(jax.checkpoint(run))
   for w, kv in zip(text["layers"], prefix_kv, strict=True):
     x = run(w, x, angles, kv, prefix_mask)
   hidden = layers.rms_norm(x, text["norm"], config.text.rms_norm_eps)

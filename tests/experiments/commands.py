@@ -23,6 +23,7 @@ from experiments import common
 # The modules that define a command's flags, beside `experiments.common`.
 _FLAG_MODULES = {
     "generate": ("experiments.generate", "experiments.row_inputs"),
+    "plan": ("experiments.plan",),
     "score": ("experiments.score", "experiments.row_inputs"),
     "train": ("experiments.train",),
 }
