@@ -85,7 +85,8 @@ def make_plan(case: Case, *, depths: Sequence[int] | None = DEPTHS,
   cases = {"all": case} | ({"pool": pool} if pool else {})
   wanted = [("all", name) for name in programs_of(case)]
   if pool:
-    wanted += [("pool", name) for name in _BASELINE]
+    wanted += [("pool", name) for name in _BASELINE
+               if ("all", name) in wanted]
   if compiled:
     measured = _compile(cases, wanted, depths, workers, progress)
   else:
