@@ -22,9 +22,9 @@ from rollplex_jax import capacity_costs, capacity_estimate, deviceless, roofline
 from rollplex_jax.capacity_case import Case
 from rollplex_jax.capacity_memory import (
   Away,
-  Buffers,
   Need,
   Phase,
+  buffers_of,
   naive_phases,
   phases_of,
   program_of,
@@ -184,7 +184,7 @@ def pool_phases(pool: Case, need: Callable[[str], Need]) -> list[Phase]:
   The trainer's has no rollout and the rollout's neither optimizer, gradients
   nor a reference.
   """
-  have = Buffers(pool)
+  have = buffers_of(pool)
   out = []
   for phase in phases_of(pool, "serial", need, Away()):
     bytes_, label = dict(phase.bytes), f"trainer, {phase.name}"

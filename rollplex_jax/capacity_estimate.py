@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from rollplex_jax.capacity_case import Case
 from rollplex_jax.capacity_costs import causal_pairs
-from rollplex_jax.capacity_memory import Buffers, Need
+from rollplex_jax.capacity_memory import Need, buffers_of
 
 _BLOCK = 256  # Queries of a block of causal attention.
 _HEAD_CHUNK = 1024  # Tokens for which logits are formed at once.
@@ -27,7 +27,7 @@ class _Shapes:
   """Bytes of arrays on one device, under training's or the rollout's rules."""
 
   def __init__(self, case: Case):
-    self.case, self.have = case, Buffers(case)
+    self.case, self.have = case, buffers_of(case)
     t, mesh, w = case.model.text, case.mesh, case.workload
     self.d, self.layers, self.vocab = (
         t.hidden_size, t.num_hidden_layers, t.vocab_size)

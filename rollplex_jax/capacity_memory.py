@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 
 from rollplex_jax import schedule as schedule_lib
 from rollplex_jax.capacity_case import Case
@@ -89,37 +90,37 @@ class Away:
 
 
 class Buffers:
-  """Bytes per device of a case's buffers."""
+  """Bytes per device of a case's buffers, those of all prompts unless said.
+
+  Attributes:
+    weights: that training reads, the frozen tower among them; `text` of them
+      the decoder's.
+    rollout_text: the decoder as the rollout reads it; `rebuilt` of that is
+      beside what is stored.
+    reference: its decoder; a frozen tower is the policy's too.
+    optimizer: master weights and moments.
+    gradients: of the decoder.
+    kv: prefix keys and values; `block_kv` of one pass, `kv_grads` their
+      gradients, `suffix_kv` those of all samples while they are drawn.
+    inputs: layer inputs; `saved` of them what the policy keeps on the device.
+    features: of the videos.
+  """
 
   def __init__(self, case: Case):
     self.case = case
-    programs = Programs(case)
-    b, block = case.workload.num_prompts, case.block[0]
-    rollout, training = programs.rollout, programs.training
-    self.weights = tree_bytes(programs.weights)
-    self.text = tree_bytes(programs.weights["text"])
-    self.rollout_text = tree_bytes(programs.rollout_weights)
-    self.rebuilt = 0
-    if programs.places is not None and programs.places.differ:
-      stored = training if case.storage == "coarser" else rollout
-      plan = plan_layout(programs.declared["text"], stored, rollout,
-                         "bfloat16", training=training)
-      self.rebuilt = plan.bytes_of(How.REBUILD)
-    # A frozen tower is the policy's too.
+    depth = case.config.text.num_hidden_layers
+    sizes = _buffer_bytes(dataclasses.replace(case, depth=1))
+    if depth > 1:  # Layers are all alike.
+      two = _buffer_bytes(dataclasses.replace(case, depth=2))
+      sizes = {name: size + (two[name] - size) * (depth - 1)
+               for name, size in sizes.items()}
+    (self.weights, self.text, self.rollout_text, self.rebuilt, self.optimizer,
+     self.gradients, self.kv, self.block_kv, self.kv_grads, self.inputs,
+     self.features) = sizes.values()
     self.reference = self.text if case.has_reference else 0
-    self.optimizer = tree_bytes(programs.state)
-    self.gradients = tree_bytes(programs.grads)
-    self.kv = max(tree_bytes(programs.kv(b, place))
-                  for place in (rollout, training))
-    self.block_kv = tree_bytes(programs.kv(block, training))
-    self.kv_grads = tree_bytes(programs.kv_grads())
     self.suffix_kv = self.kv * case.workload.num_generations * (
         case.workload.response_length) // case.length
-    self.inputs = max(tree_bytes(programs.saved(b, place))
-                      for place in (rollout, training))
     self.saved = self.inputs if case.save == SavePolicy.LAYER_INPUTS else 0
-    self.features = max(tree_bytes(programs.features(place))
-                        for place in (rollout, training))
 
   def artefact(self, name: str) -> tuple[str, int]:
     """Kind and bytes of an artefact of a schedule by its name."""
@@ -137,6 +138,39 @@ class Buffers:
     if what == "saved":
       return "prefix", self.saved
     return "inputs", 0  # Completions and log-probs are on the host.
+
+
+@functools.cache
+def buffers_of(case: Case) -> Buffers:
+  """`Buffers`, once for each case."""
+  return Buffers(case)
+
+
+def _buffer_bytes(case: Case) -> dict[str, int]:
+  """Sizes in the order in which `Buffers` reads them."""
+  programs = Programs(case)
+  b, block = case.workload.num_prompts, case.block[0]
+  places = (programs.rollout, programs.training)
+  most = lambda make: max(tree_bytes(make(place)) for place in places)
+  rebuilt = 0
+  if programs.places is not None and programs.places.differ:
+    stored = programs.training if case.storage == "coarser" else (
+        programs.rollout)
+    rebuilt = plan_layout(
+        programs.declared["text"], stored, programs.rollout, "bfloat16",
+        training=programs.training).bytes_of(How.REBUILD)
+  return {
+      "weights": tree_bytes(programs.weights),
+      "text": tree_bytes(programs.weights["text"]),
+      "rollout_text": tree_bytes(programs.rollout_weights),
+      "rebuilt": rebuilt,
+      "optimizer": tree_bytes(programs.state),
+      "gradients": tree_bytes(programs.grads),
+      "kv": most(lambda place: programs.kv(b, place)),
+      "block_kv": tree_bytes(programs.kv(block, programs.training)),
+      "kv_grads": tree_bytes(programs.kv_grads()),
+      "inputs": most(lambda place: programs.saved(b, place)),
+      "features": most(programs.features)}
 
 
 def facts_of(case: Case) -> Facts:
@@ -193,7 +227,7 @@ def phases_of(case: Case, name: str, need: Callable[[str], Need],
     need: of a program, by its name.
     away: what waits in host memory.
   """
-  have = Buffers(case)
+  have = buffers_of(case)
   rollout, scoring, gradient = step_units(case, name)
   phases: list[Phase] = []
 
@@ -270,7 +304,7 @@ def naive_phases(case: Case, need: Callable[[str], Need]) -> list[Phase]:
   that keys, values and saved layer inputs are there for each of a group; no
   buffer is ever given up. A phase differs from another in its program only.
   """
-  have = Buffers(case)
+  have = buffers_of(case)
   g = case.workload.num_generations
   reference_kv = have.kv * g if case.has_reference else 0
   resident = {

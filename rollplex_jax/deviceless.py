@@ -157,7 +157,8 @@ def collectives(text: str, devices_per_host: int) -> list[Collective]:
         group, far = _group(line, devices_per_host)
         if group > 1:
           sums = found.setdefault((match[2], group, far, loop), [0, 0])
-          sums[0] += times * _result_bytes(match[1], match[2], bool(match[3]))
+          sums[0] += times * _result_bytes(
+              match[1], match[2], bool(match[3]), group)
           sums[1] += times
       inside, often = loop, times
       if " while(" in line:
@@ -202,8 +203,9 @@ def _callees(line: str) -> Iterator[str]:
     yield from re.findall(r"%?([\w.\-]+)", branches[1])
 
 
-def _result_bytes(kind_text: str, kind: str, started: bool) -> int:
-  """Bytes of a collective's result; a start's holds the operands too."""
+def _result_bytes(kind_text: str, kind: str, started: bool,
+                  group: int) -> int:
+  """Bytes of a collective's results."""
   sizes = []
   for dtype, dims in _ARRAY.findall(kind_text):
     digits = re.search(r"\d+", dtype)
@@ -211,22 +213,27 @@ def _result_bytes(kind_text: str, kind: str, started: bool) -> int:
     count = int(np.prod([int(n) for n in dims.split(",") if n], dtype=np.int64))
     sizes.append(count * bits // 8)
   total = sum(sizes)
-  if started and kind in ("all-gather", "collective-permute"):
-    # (operands, results, ...): of a gather the results are the larger part.
-    return max(sizes) if len(sizes) <= 4 else total // 2
-  return total
+  if not started:
+    return total
+  # Of these a start's type is (operands, results), which differ by the group.
+  return {"all-gather": total * group // (group + 1),
+          "reduce-scatter": total // (group + 1),
+          "collective-permute": total // 2}.get(kind, total)
 
 
 def _group(line: str, devices_per_host: int) -> tuple[int, bool]:
   """How many devices take part, and whether they span hosts."""
   iota = re.search(
       r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+  mesh = re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line)
   if iota:
     ints = lambda s: [int(n) for n in s.split(",")]
     numbers = np.arange(np.prod(ints(iota[2]))).reshape(ints(iota[2]))
     if iota[3]:
       numbers = numbers.transpose(ints(iota[3]))
     groups = numbers.reshape(ints(iota[1]))
+  elif mesh:
+    groups = _mesh_groups(mesh[1], mesh[2])
   else:
     plain = re.search(
         r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line)
@@ -236,3 +243,22 @@ def _group(line: str, devices_per_host: int) -> tuple[int, bool]:
               for inner in re.findall(r"\{([\d,]+)\}", plain[1])]
   hosts = [{int(n) // devices_per_host for n in group} for group in groups]
   return max(len(g) for g in groups), any(len(h) > 1 for h in hosts)
+
+
+def _mesh_groups(mesh: str, axes: str) -> np.ndarray:
+  """Groups along some axes, or parts 'axis':(before)size, of a mesh."""
+  sizes = {name: [int(n)] for name, n in re.findall(r"'(\w+)'=(\d+)", mesh)}
+  picked = []
+  for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes):
+    index = 0
+    if before:
+      whole, before, size = sizes[name][0], int(before), int(size)
+      sizes[name], index = [before, size, whole // before // size], 1
+    picked.append((name, index))
+  dims, chosen, rest = [], [], []
+  for name, parts in sizes.items():
+    for i, part in enumerate(parts):
+      (chosen if (name, i) in picked else rest).append(len(dims))
+      dims.append(part)
+  numbers = np.arange(np.prod(dims)).reshape(dims).transpose(rest + chosen)
+  return numbers.reshape(-1, int(np.prod([dims[i] for i in chosen])))

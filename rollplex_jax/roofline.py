@@ -13,7 +13,7 @@ import dataclasses
 from rollplex_jax.capacity_case import Case
 from rollplex_jax.capacity_costs import Sizes, step_flops
 from rollplex_jax.capacity_devices import DeviceSpec
-from rollplex_jax.capacity_memory import Away, Buffers
+from rollplex_jax.capacity_memory import Away, buffers_of
 from rollplex_jax.deviceless import Collective
 from rollplex_jax.schedule import PrefixSource
 from rollplex_jax.stages.prefix import SavePolicy
@@ -88,7 +88,7 @@ def stage_times(case: Case, collectives: Mapping[str, list[Collective]],
     efficiency: see there.
   """
   spec, n = case.spec, case.num_devices
-  have, flops = Buffers(case), step_flops(case)
+  have, flops = buffers_of(case), step_flops(case)
   w, sizes = case.workload, Sizes.of(case.model)
   blocks, parts = case.num_passes
   passes = blocks * parts
@@ -197,7 +197,7 @@ def step_seconds(case: Case, times: Mapping[str, StageTime],
   if schedule.startswith("disaggregated"):
     out = {name: 2 * seconds for name, seconds in out.items()}
     spec = case.spec
-    out["transfer"] = 2 * Buffers(case).rollout_text / spec.network_bandwidth
+    out["transfer"] = 2 * buffers_of(case).rollout_text / spec.network_bandwidth
   return out
 
 

@@ -125,7 +125,8 @@ class AccountingTest(parameterized.TestCase):
     coarser = Buffers(_tiny(mesh=MeshConfig(
         data=2, training_tp=2, rollout_tp=1), prefix_source="window"))
     self.assertEqual(same, 0)
-    self.assertEqual(finer.rebuilt, 0)  # All of it is viewed.
+    # Pieces too small to lie aligned are copied, the rest is viewed.
+    self.assertLess(finer.rebuilt, 0.01 * finer.rollout_text)
     self.assertGreater(coarser.rebuilt, 0.9 * coarser.rollout_text)
     stored = Buffers(_tiny(
         mesh=MeshConfig(data=2, training_tp=1, rollout_tp=2),
