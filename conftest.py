@@ -22,6 +22,23 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
+# Linux allows a process 65,530 memory maps, and each compiled program takes
+# dozens: a process that runs all tests would reach that, and crash.
+_MOST_MAPS = 20_000
+_MAPS = pathlib.Path("/proc/self/maps")
+
+
+@pytest.fixture(autouse=True)
+def few_memory_maps():
+  """Forgets compiled programs when they have become too many."""
+  yield
+  if _MAPS.exists():
+    with _MAPS.open("rb") as lines:
+      count = sum(1 for _ in lines)
+    if count > _MOST_MAPS:
+      jax.clear_caches()
+
+
 def _has_module(*names: str) -> bool:
   return all(importlib.util.find_spec(name) for name in names)
 

@@ -16,6 +16,7 @@ import queue
 import socket
 import statistics
 import tempfile
+import threading
 import time
 import traceback
 from typing import Any
@@ -117,6 +118,7 @@ def _work(rank: int, core: int, port: int, config: ModelConfig,
   with open(log, "w") as file:
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
+  threading.Thread(target=_end_with_parent, daemon=True).start()
   try:
     os.sched_setaffinity(0, {core})
     jax.config.update("jax_platforms", "cpu")
@@ -131,6 +133,12 @@ def _work(rank: int, core: int, port: int, config: ModelConfig,
   except Exception:
     results.put((False, f"process {rank}: {traceback.format_exc()}"))
     raise
+
+
+def _end_with_parent() -> None:
+  """A bench that is killed leaves no process behind."""
+  multiprocessing.parent_process().join()
+  os._exit(1)
 
 
 def _measure(rank, config, workload, rounds) -> dict[str, Any]:

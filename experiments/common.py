@@ -17,6 +17,7 @@ from absl import logging as absl_logging
 import jax
 import tqdm
 
+from legolm_jax import errors as legolm_errors
 from rollplex_jax.errors import InputError
 from rollplex_jax.metrics import write_json
 
@@ -51,7 +52,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
       result = main()
       if _JSON.value and result is not None:
         write_json(_JSON.value, result)
-    except InputError as error:
+    except (InputError, legolm_errors.InputError) as error:
       fail(error)
     except OSError as error:  # A disk that is full, a folder without access.
       reason = error.strerror or error

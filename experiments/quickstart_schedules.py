@@ -57,9 +57,9 @@ def compare(config: TrainConfig,
     arrays; not what programs use inside). And of each schedule the timeline of
     its median step.
   """
-  objective = config.objective
+  choices, objective = schedules(config.schedule), config.objective
   trainer = Trainer(dataclasses.replace(
-      config, gen_batch_size=0,
+      config, schedule=choices["rollplex"], gen_batch_size=0,
       objective=dataclasses.replace(objective, beta=objective.beta or _BETA),
       optimizer=dataclasses.replace(
           config.optimizer, learning_rate=0.0, warmup_steps=0)))
@@ -73,7 +73,6 @@ def compare(config: TrainConfig,
     values, samples = trainer.step(examples, 0, timeline)
     return timeline, values, [sample["completion"] for sample in samples]
 
-  choices = schedules(config.schedule)
   bar = common.progress("schedules", len(choices) * (turns + 1))
   order = bar([*choices.items()] * (turns + 1))
   found = {name: [] for name in choices}

@@ -47,6 +47,7 @@ SCHEDULES = {
     "disaggregated_shared": ScheduleConfig(name="disaggregated", save=_SAVE),
     "rollplex": ScheduleConfig(name="rollplex", save=_SAVE, window_chunk=512),
 }
+_ROUND = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,9 +116,11 @@ class Steps:
     self.config, self.workload = config, workload
     self.policy, self.reference = policy, reference
     numbers = np.arange(workload.prompts)[rows]
+    # Padded to no more than a round number: units of a window leave padding
+    # out, whole programs can't.
     self.batch = samples.make_batch(
         config, [make_prompt(config, workload, i) for i in numbers],
-        numbers.tolist())
+        numbers.tolist(), length=-(-(workload.prefix + 1) // _ROUND) * _ROUND)
     self.sampling = SamplingConfig(max_completion_length=workload.response)
     self.advantages = np.random.default_rng(0).normal(
         size=(workload.prompts, workload.group)).astype(np.float32)[rows]

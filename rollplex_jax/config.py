@@ -161,7 +161,8 @@ class TrainConfig:
     gen_batch_size: prompts that are rolled out per step; those groups whose
       rewards are not all equal are trained on, up to train_batch_size (DAPO's
       dynamic sampling). 0 rolls out train_batch_size and trains on them all.
-    mini_batch_size: prompts per update; 0 for all of train_batch_size.
+    mini_batch_size: prompts per update, each with its whole group; 0 for all
+      of train_batch_size.
     micro_batch_size: samples per forward and backward pass; 0 for all of a
       mini-batch. Results do not depend on it.
     num_iterations: passes over a rollout's samples.
@@ -237,8 +238,10 @@ class TrainConfig:
     if (self.algorithm == Algorithm.RL
         and self.rollout.num_generations < 2):
       raise InputError(
-          f"rollout.num_generations={self.rollout.num_generations}: expected "
-          "at least 2; a completion's advantage is relative to its group")
+          f"rollout.num_generations={self.rollout.num_generations} with "
+          "objective.advantage_estimator="
+          f"{self.objective.advantage_estimator}: expected at least 2; a "
+          "completion's advantage is relative to its group")
     # Sharing one length between rollout and loss leaves no room for a mistake.
     if (self.objective.max_completion_length is not None
         and self.objective.max_completion_length

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollplex_jax import prefix_budget, programs, schedule
+from rollplex_jax import prefix_budget, programs, schedule, window_trace
 from rollplex_jax.artifacts import Model, Store
 from rollplex_jax.data import batching
 from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
+from rollplex_jax.placement import moves
+from rollplex_jax.placement.host import to_host
 from rollplex_jax.placement.layout import LayoutPlan
 from rollplex_jax.placement.pools import Pools
 from rollplex_jax.placement.sharding import Placement
@@ -129,7 +131,7 @@ class Step:
     plan = schedule.rollout_plan(self.settings.schedule, self.facts)
     self._run(plan, schedule.kept_after_rollout(self.settings.schedule, plan))
     if self._runs(Lane.ROLLOUT):
-      done = jax.device_get(self._get("completions"))
+      done = to_host(self._get("completions"))
       self.store.drop("completions")
       self._release_weights()
     else:
@@ -304,7 +306,7 @@ class Step:
         self._params(unit)["text"], self.settings.config,
         self._prompts(item), self._features(unit), save,
         place=self._place(unit))
-    for name, value in zip(unit.writes, (kv, _offload(saved, save))):
+    for name, value in zip(unit.writes, (kv, _kept(saved, save))):
       self._put(name, value)
     return kv
 
@@ -334,11 +336,15 @@ class Step:
                 if name.endswith("/features")}
     own = features.get("policy/features")
     theirs = features.get("reference/features", own)
+    on_gpu = jax.default_backend() == "gpu"
     unit_shape = window_lib.UnitShape.of_tokens(s.schedule.window_chunk, p)
+    if on_gpu:  # Where a choice of lengths asks the host once per layer.
+      unit_shape = dataclasses.replace(unit_shape, key_extents=1)
     start = self._timeline.now()
     done, artifacts, turns = programs.decode_window(
         text, reference, s.config, s.sampling,
-        window_lib.WindowConfig(unit=unit_shape),
+        window_lib.WindowConfig(unit=unit_shape, streams=(
+            on_gpu and s.schedule.window_streams)),
         jax.device_put(self.batch.inputs), self._get("rollout/kv"), own,
         theirs, self._sample_keys(), artifacts, place=s.rollout)
     self._put("completions", done)
@@ -348,41 +354,11 @@ class Step:
       self._put("reference/kv", artifacts.reference.kv)
     if artifacts.policy is not None:
       self._put("policy/kv", artifacts.policy.kv)
-      self._put("policy/saved", _offload(
+      self._put("policy/saved", _kept(
           artifacts.policy.layer_inputs, s.schedule.save))
-    self._trace_window(start, done, turns)
+    window_trace.record(self._timeline, start, done, turns,
+                        unit_tokens=unit_shape.rows * unit_shape.chunk)
     return done
-
-  def _trace_window(self, start: float, done: Completions, turns) -> None:
-    """Where inside the window decoding and units ran, from loop counts.
-
-    The loops are one program, whose inside the host can't see: its time is
-    divided by turns.
-    """
-    if not self._timeline.enabled:
-      return
-    turns = jax.device_get(jax.block_until_ready((done, turns))[1])
-    end = self._timeline.now()
-    # Parts of the batch have loops of their own: the longest counts.
-    turns = jax.tree.map(np.max, turns)
-    parts = [  # In the order in which the loops run.
-        ("policy", turns.with_policy, True),
-        ("reference", turns.with_reference, True),
-        ("policy", turns.policy, False), ("reference", turns.reference, False),
-        (None, turns.decode, True)]
-    total = max(sum(int(n) for _, n, _ in parts), 1)
-    lanes = {"policy": str(Lane.TRAINING),
-             "reference": str(Lane.REFERENCE)}
-    at = start
-    for model, count, decodes in parts:
-      after = at + (end - start) * int(count) / total
-      if count and model:
-        self._timeline.add("prefix", lanes[model], None, at, after,
-                           estimated=True)
-      if count and decodes:
-        self._timeline.add("decode", str(Lane.ROLLOUT), None, at,
-                           after, estimated=True)
-      at = after
 
   def _sample_keys(self) -> jax.Array:
     seed, step, num_generations = self._keys
@@ -440,7 +416,9 @@ class Step:
     # Rows are picked where a block reads what was saved for all prompts.
     picks = unit.block is not None and "." not in saved_name
     save = s.schedule.save
-    saved = _onload(self._get(saved_name), save)
+    saved = self._get(saved_name)
+    if save == SavePolicy.OFFLOAD:
+      saved = moves.onload(saved, delete=False)
     feature_grads = None
     if "feature_grads" in unit.writes:
       if "feature_grads" not in self.store.names():
@@ -469,6 +447,8 @@ class Step:
       rows = self._groups.rows
       used = self.batch.inputs.feature_index[rows]
       vision = own_batch(s.config, self.batch, rows).vision
+      if vision is None:  # The mini-batch's prompts are all text.
+        return self._grads["visual"]
       index = np.full(vlm.num_features(s.config, vision), -1, np.int32)
       index[:(used >= 0).sum()] = used[used >= 0]
     self._grads["visual"] = programs.vision_backward(
@@ -501,60 +481,6 @@ _STAGES = {
 }
 
 
-def features_of(params: Params, config: ModelConfig, batch: PromptBatch,
-                place: Placement | None = None) -> jax.Array | None:
-  """Merged vision features of a batch, or None where it has no media."""
-  if batch.vision is None:
-    return None
-  return programs.vision(params, config, batch.vision, place=place)
-
-
-def score_groups(params: Params, config: ModelConfig, batch: PromptBatch,
-                 groups: Groups, *, temperature: float,
-                 micro_batch_size: int = 0) -> np.ndarray:
-  """float32 [K, G, R] log-probs over whole sequences, zero past the ends."""
-  features = features_of(params, config, batch)
-  out = np.zeros(groups.token_ids.shape, np.float32)
-  for item in micro_batches(groups, micro_batch_size, batch):
-    item.place(out, programs.score_full(
-        params, config, batching.take_rows(batch.inputs, item.rows), features,
-        item.responses, temperature))
-  return out
-
-
-def supervised_gradient(
-    trained: Params, frozen: Params, config: ModelConfig, batch: PromptBatch,
-    groups: Groups, *, micro_batch_size: int, remat: bool,
-    place: Placement | None = None) -> tuple[Params, jax.Array]:
-  """Gradient and value of the mean negative log-prob of response tokens."""
-  num_tokens = np.float32(max(groups.lengths.sum(), 1))
-  grads, loss = programs.zero_gradients(trained, config, place=place), 0.0
-  features = None
-  if "visual" not in trained:
-    features = features_of({**frozen, **trained}, config, batch, place)
-  for item in micro_batches(groups, micro_batch_size, batch):
-    prompts, vision = batching.take_rows(batch.inputs, item.rows), None
-    if "visual" in trained:
-      own = own_batch(config, batch, item.rows)
-      prompts, vision = own.inputs, own.vision
-    grads, new = programs.gradient_supervised(
-        trained, frozen, grads, config, prompts, features, vision,
-        item.responses, num_tokens, remat, place=place)
-    loss += new
-  return grads, loss
-
-
-def _offload(saved, save: SavePolicy):
-  """Moves saved layer inputs to pinned host memory under that policy."""
-  if save != SavePolicy.OFFLOAD:
-    return saved
-  return jax.tree.map(
-      lambda a: jax.device_put(a, a.sharding.with_memory_kind("pinned_host")),
-      saved)
-
-
-def _onload(saved, save: SavePolicy):
-  if save != SavePolicy.OFFLOAD:
-    return saved
-  return jax.tree.map(
-      lambda a: jax.device_put(a, a.sharding.with_memory_kind("device")), saved)
+def _kept(saved, save: SavePolicy):
+  """What is saved, on the device or in host memory."""
+  return moves.offload(saved) if save == SavePolicy.OFFLOAD else saved

@@ -13,7 +13,8 @@ from rollplex_jax.data import batching
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
-from rollplex_jax.executor import Settings, Step, score_groups
+from rollplex_jax.executor import Settings, Step
+from rollplex_jax.full_passes import score_groups
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
 from rollplex_jax.samples import Groups, make_batch

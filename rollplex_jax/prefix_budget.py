@@ -30,8 +30,8 @@ from rollplex_jax.schedule import (
 from rollplex_jax.stages.prefix import SavePolicy
 
 # From what keeps the most to what keeps the least.
-_ORDER = (SavePolicy.ACTIVATIONS, SavePolicy.LAYER_INPUTS, SavePolicy.OFFLOAD,
-          SavePolicy.NOTHING)
+SAVE_ORDER = (SavePolicy.ACTIVATIONS, SavePolicy.LAYER_INPUTS,
+              SavePolicy.OFFLOAD, SavePolicy.NOTHING)
 
 
 def artifact_bytes(config: ModelConfig, schedule: ScheduleConfig, facts: Facts,
@@ -51,7 +51,7 @@ def artifact_bytes(config: ModelConfig, schedule: ScheduleConfig, facts: Facts,
   copies = 1 + facts.has_reference
   copies += schedule.prefix_source == PrefixSource.WINDOW
   return (copies * _kv_bytes(config.text, shape, dtype)
-          + _saved_bytes(config, shape, num_features, jnp.dtype(dtype), save))
+          + saved_bytes(config, shape, num_features, jnp.dtype(dtype), save))
 
 
 def within_budget(config: ModelConfig, schedule: ScheduleConfig, facts: Facts,
@@ -73,7 +73,7 @@ def within_budget(config: ModelConfig, schedule: ScheduleConfig, facts: Facts,
       artifact_bytes, config, schedule, facts, shape, num_features, dtype)
   budget = schedule.prefix_budget_gb * 1e9
   sizes = {}
-  for save in _ORDER[_ORDER.index(schedule.save):]:
+  for save in SAVE_ORDER[SAVE_ORDER.index(schedule.save):]:
     sizes[save] = need(save)
     if sizes[save] <= budget:
       if save == schedule.save:
@@ -101,9 +101,12 @@ def _kv_bytes(config: TextConfig, shape, dtype) -> int:
 
 
 @functools.cache
-def _saved_bytes(config: ModelConfig, shape, num_features: int, dtype,
-                 save: SavePolicy) -> int:
-  """On the device: what is offloaded waits elsewhere."""
+def saved_bytes(config: ModelConfig, shape, num_features: int, dtype,
+                save: SavePolicy) -> int:
+  """Bytes that the device keeps of what prefixes of [B, P] = `shape` save.
+
+  What is offloaded waits elsewhere.
+  """
   if save in (SavePolicy.NOTHING, SavePolicy.OFFLOAD):
     return 0
   b, p = shape

@@ -14,6 +14,7 @@ from rollplex_jax.errors import InputError
 from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.inputs import PromptInputs, VisionInputs
+from rollplex_jax.placement.host import to_host
 from rollplex_jax.stages.response import GroupResponses
 
 # Responses are cut to buckets of at least this length: telling short ones
@@ -134,7 +135,7 @@ class MicroBatch:
 
   def place(self, out: np.ndarray, values: jax.Array) -> None:
     """Writes real samples' [b, g, W] values into the mini-batch's [K, G, R]."""
-    values = np.asarray(values)
+    values = to_host(values)
     count = self.samples.stop - self.samples.start
     width = values.shape[-1]
     out[self.groups, self.samples, :width] = values[self.slots, :count]

@@ -62,6 +62,8 @@ class ScheduleConfig:
       the next policy, which keeps less, is taken; 0 for no limit.
     window_chunk: prefix tokens of a unit of work in the decode window, of
       one prompt or, where prompts are shorter, of several.
+    window_streams: on a GPU, run the reference's units on a second stream
+      beside decode; elsewhere, or without, one after the other.
   """
 
   name: ScheduleName = ScheduleName.SERIAL
@@ -70,30 +72,31 @@ class ScheduleConfig:
   save: SavePolicy = SavePolicy.LAYER_INPUTS
   prefix_budget_gb: float = 0.0
   window_chunk: int = 256
+  window_streams: bool = True
 
   def __post_init__(self):
     for key, choices in (("name", ScheduleName), ("save", SavePolicy),
                          ("prefix_source", PrefixSource)):
       value = getattr(self, key)
       if value not in list(choices):
-        raise InputError(f"schedule.{key}={value!r}: expected one of "
-                         f"{', '.join(choices)}")
+        raise InputError(
+            f"{key}={value!r}: expected one of {', '.join(choices)}")
       object.__setattr__(self, key, choices(value))
     if not self.prefix_budget_gb >= 0:
-      raise InputError(f"schedule.prefix_budget_gb={self.prefix_budget_gb}: "
-                       "expected at least 0")
+      raise InputError(
+          f"prefix_budget_gb={self.prefix_budget_gb}: expected at least 0")
     if self.window_chunk < 1:
       raise InputError(
-          f"schedule.window_chunk={self.window_chunk}: expected at least 1")
+          f"window_chunk={self.window_chunk}: expected at least 1")
     if self.name == ScheduleName.ROLLPLEX and not self.share_prefix:
       raise InputError(
-          "schedule.name=rollplex with schedule.share_prefix=False: rollplex "
-          "computes each prefix once")
+          "name=rollplex with share_prefix=False: rollplex computes each prefix "
+          "once")
     if (self.prefix_source == PrefixSource.WINDOW
         and self.save == SavePolicy.ACTIVATIONS):
       raise InputError(
-          "schedule.prefix_source=window with schedule.save=activations: the "
-          "window saves layer inputs; expected layer_inputs, offload or nothing")
+          "prefix_source=window with save=activations: the window saves layer "
+          "inputs; expected layer_inputs, offload or nothing")
 
 
 class Lane(enum.StrEnum):

@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from rollplex_jax.placement.live import covered, live_bytes
+
 # In the order in which traces and plots show them.
 LANES = ("rollout", "reference", "training", "host")
 # Events of these stages make up the decode window.
@@ -169,24 +171,6 @@ class Timeline:
           bytes_live=bytes_live, estimated=estimated))
 
 
-def live_bytes() -> int:
-  """Bytes of device memory that arrays of this process hold.
-
-  Arrays may share bytes, wholly or in part: each address counts once. Arrays in
-  host memory don't count, nor does what a running program uses besides its
-  arguments and results.
-  """
-  ranges: dict[Any, list[tuple[int, int]]] = {}
-  for array in jax.live_arrays():
-    kind = array.sharding.memory_kind
-    for shard in array.addressable_shards:
-      if shard.data.nbytes and kind == shard.device.default_memory().kind:
-        at = shard.data.unsafe_buffer_pointer()
-        ranges.setdefault(shard.device, []).append(
-            (at, at + shard.data.nbytes))
-  return sum(_covered(found) for found in ranges.values())
-
-
 def summary(timelines: Iterable[Timeline]) -> dict[str, dict[str, Any]]:
   """Numbers of each timeline, under its name.
 
@@ -211,14 +195,14 @@ def summary(timelines: Iterable[Timeline]) -> dict[str, dict[str, Any]]:
       lanes.setdefault(e.lane, []).append((e.start, e.end))
     stages: dict[str, float] = {}
     for (_, stage), found in spans.items():
-      stages[stage] = stages.get(stage, 0.0) + _covered(found)
+      stages[stage] = stages.get(stage, 0.0) + covered(found)
     opens, closes = timeline.window or (0.0, 0.0)
     out[timeline.name] = {
         "step_seconds": timeline.seconds,
         "window_seconds": closes - opens,
         "stage_seconds": stages,
         "lane_seconds": {
-            lane: _covered(lanes[lane]) for lane in LANES if lane in lanes},
+            lane: covered(lanes[lane]) for lane in LANES if lane in lanes},
         "peak_bytes_live": max(
             (e.bytes_live for e in timeline.events
              if e.bytes_live is not None), default=None),
@@ -316,17 +300,6 @@ def _trace_of(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
     if e.bytes_live is not None:
       yield {"ph": "C", "pid": pid, "tid": 0, "name": "bytes live",
              "ts": clock(e.end), "args": {"bytes": e.bytes_live}}
-
-
-def _covered(ranges: Iterable[tuple[float, float]]) -> float:
-  """Length of the union of ranges, each a start and an end."""
-  total, reached = 0, None
-  for start, end in sorted(ranges):
-    if reached is None or start >= reached:
-      total, reached = total + (end - start), end
-    elif end > reached:
-      total, reached = total + (end - reached), end
-  return total
 
 
 def _unchanged(tree: _T) -> _T:

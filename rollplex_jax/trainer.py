@@ -37,7 +37,8 @@ from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation, evaluate
-from rollplex_jax.executor import Settings, Step, supervised_gradient
+from rollplex_jax.executor import Settings, Step
+from rollplex_jax.full_passes import supervised_gradient
 from rollplex_jax.models import hf, weights
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement.pools import Pools

@@ -96,6 +96,11 @@ class FromConfigDictTest(parameterized.TestCase):
        "config.data.environment.noise=2.0: expected between 0 and 1"),
       ({"objective": {"loss_type": "ppo"}},
        "config.objective.loss_type='ppo': expected one of grpo"),
+      ({"schedule": {"name": "rollplex", "share_prefix": False}},
+       "config.schedule.name=rollplex with share_prefix=False: "),
+      ({"rollout": {"num_generations": 1}},
+       "config.rollout.num_generations=1 with "
+       "objective.advantage_estimator=grpo: expected at least 2"),
       ({"train_batch_size": 0}, "config.train_batch_size=0: expected at least"))
   def test_errors_name_the_flag(self, raw, message):
     tree = ml_collections.ConfigDict(raw)
@@ -156,16 +161,30 @@ class ChecksTest(parameterized.TestCase):
       (dict(algorithm="supervised", micro_batch_size=9),
        "micro_batch_size=9: .* the 8 samples"),
       (dict(rollout=RolloutConfig(num_generations=1)),
-       "rollout.num_generations=1: expected at least 2"),
+       "rollout.num_generations=1 with objective.advantage_estimator=grpo: "
+       "expected at least 2; a completion's advantage is relative to its "
+       "group$"),
+      (dict(rollout=RolloutConfig(num_generations=1),
+            objective=ObjectiveConfig(advantage_estimator="rloo")),
+       "rollout.num_generations=1 with objective.advantage_estimator=rloo: "),
       (dict(objective=ObjectiveConfig(max_completion_length=5)),
        "objective.max_completion_length=5: .*max_completion_length=256$"))
   def test_settings_that_contradict(self, values, message):
-    with self.assertRaisesRegex(InputError, f"^{message}"):
+    with self.assertRaisesRegex(InputError, f"^{message}") as caught:
       TrainConfig(**values)
+    self.assertNotIn("\n", str(caught.exception))
 
   def test_rows_and_environment_exclude_one_another(self):
     with self.assertRaisesRegex(InputError, "^rows=a: .*level=b$"):
       DataConfig(rows="a", environment=EnvironmentConfig(level="b"))
+
+  def test_mini_batches_hold_whole_groups(self):
+    """They count prompts: no setting can cut a group in two."""
+    for mini in (1, 2, 3, 6):
+      config = TrainConfig(
+          rollout=RolloutConfig(num_generations=4), train_batch_size=6,
+          mini_batch_size=mini)
+      self.assertEqual(config.samples_per_update, 4 * mini)
 
   def test_sizes(self):
     config = TrainConfig(

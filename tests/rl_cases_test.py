@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from rollplex_jax import executor, inference, programs
+from rollplex_jax import full_passes, inference, programs
 from rollplex_jax.artifacts import Model
 from rollplex_jax.config import RolloutConfig, TrainConfig
 from rollplex_jax.data import processor as processor_lib
@@ -76,7 +76,7 @@ class RLCasesTest(parameterized.TestCase):
         {"prompt": message(_video(2.0, 5), "Where does the ball go?")}])
     cls.prompts = [cls.processor.prompt(row) for row in cls.rows]
     cls.batch = make_batch(cls.config, cls.prompts, [0, 1, 2])
-    cls.features = executor.features_of(cls.params, cls.config, cls.batch)
+    cls.features = full_passes.features_of(cls.params, cls.config, cls.batch)
 
   def step(self, *, batch=None, params=None, num_generations=2,
            trained=("text",), size=0, share=True, temperature=1.0,
@@ -107,7 +107,7 @@ class RLCasesTest(parameterized.TestCase):
         **kwargs})
 
   def score(self, samples, *, batch=None, temperature=1.0, size=6):
-    return executor.score_groups(
+    return full_passes.score_groups(
         self.params, self.config, batch or self.batch, samples,
         temperature=temperature, micro_batch_size=size)
 

@@ -108,16 +108,18 @@ class PlanTest(parameterized.TestCase):
 class ConfigTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      (dict(name="fast"), "name='fast'.*serial"),
-      (dict(save="all"), "save='all'.*layer_inputs"),
-      (dict(window_chunk=0), "window_chunk=0"),
-      (dict(prefix_budget_gb=-1.0), "prefix_budget_gb=-1"),
-      (dict(name="rollplex", share_prefix=False), "rollplex.*share_prefix"),
+      (dict(name="fast"), "name='fast': expected one of serial, "),
+      (dict(save="all"), "save='all': expected one of layer_inputs, "),
+      (dict(window_chunk=0), "window_chunk=0: expected at least 1$"),
+      (dict(prefix_budget_gb=-1.0), "prefix_budget_gb=-1.0: expected at least 0$"),
+      (dict(name="rollplex", share_prefix=False),
+       "name=rollplex with share_prefix=False: "),
       (dict(name="rollplex", prefix_source="window", save="activations"),
-       "window.*activations"))
+       "prefix_source=window with save=activations: "))
   def test_refuses(self, kwargs, message):
-    with self.assertRaisesRegex(InputError, message):
+    with self.assertRaisesRegex(InputError, f"^{message}") as caught:
       ScheduleConfig(**kwargs)
+    self.assertNotIn("\n", str(caught.exception))
 
 
 if __name__ == "__main__":

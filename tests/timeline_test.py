@@ -14,10 +14,10 @@ import numpy as np
 from PIL import Image
 
 from rollplex_jax import timeline_plot
+from rollplex_jax.placement.live import live_bytes
 from rollplex_jax.timeline import (
   Event,
   Timeline,
-  live_bytes,
   rows,
   summary,
   write_trace,

@@ -9,8 +9,7 @@ from absl.testing import absltest, parameterized
 import jax
 import numpy as np
 
-from rollplex_jax.config import Algorithm, PolicyConfig, RolloutConfig, TrainConfig
-from rollplex_jax.data.rows import RowList
+from rollplex_jax.config import Algorithm, PolicyConfig, RolloutConfig
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import hf
 from rollplex_jax.schedule import ScheduleConfig
@@ -18,50 +17,15 @@ from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
 from rollplex_jax.timeline import Timeline
 from rollplex_jax.trainer import Trainer
-from tests.helpers import tiny_checkpoint
+from tests.helpers import tiny_checkpoint, tiny_task
+from tests.helpers.tiny_task import VowelTask
 
-
-def _image(seed):
-  rng = np.random.default_rng(seed)
-  return rng.integers(0, 256, (56, 56, 3)).astype(np.uint8)
-
-
-class VowelTask:
-  """Rows with and without pictures; reward is the share of the letter a."""
-
-  def __init__(self, with_media=True):
-    rows = []
-    for i in range(6):
-      content = [{"type": "text", "text": f"row {i} go to the ball"[:8 + i]}]
-      if with_media and i % 3:
-        content.insert(0, {"type": "image", "image": _image(i)})
-      rows.append({"prompt": [{"role": "user", "content": content}],
-                   "response": "aa"})
-    self.train_rows = RowList(rows)
-    self.eval_rows = RowList(rows[:3])
-    self.may_skip = False
-    self.report = []
-    self.constant = False
-
-  def score(self, completions, rows, row_indices):
-    del rows, row_indices
-    if self.constant:
-      return [{"overall": 1.0} for _ in completions]
-    return [{"overall": c.count("a") / 4 + c.count("e") / 8}
-            for c in completions]
-
-
-def _config(path, **kwargs):
-  defaults = dict(
-      policy=PolicyConfig(path=path),
-      rollout=RolloutConfig(num_generations=4, max_completion_length=4),
-      objective=ObjectiveConfig(loss_type="dapo", beta=0.0),
-      optimizer=OptimizerConfig(learning_rate=1e-2),
-      train_batch_size=4, total_steps=2, eval_batch_size=3)
-  return TrainConfig(**{**defaults, **kwargs})
+_config = tiny_task.config
 
 
 class TrainerTest(parameterized.TestCase):
+
+  run_steps = staticmethod(tiny_task.run_steps)
 
   @classmethod
   def setUpClass(cls):
@@ -69,12 +33,6 @@ class TrainerTest(parameterized.TestCase):
     cls.folder = pathlib.Path(cls.enterClassContext(
         tempfile.TemporaryDirectory()))
     cls.path = tiny_checkpoint.write(cls.folder)
-
-  def run_steps(self, config, steps, task=None):
-    trainer = Trainer(config, task=task or VowelTask())
-    batches = trainer._batches()
-    return trainer, [
-        trainer.step(next(batches), step)[0] for step in range(steps)]
 
   def test_rl_learns_and_writes_its_files(self):
     config = _config(self.path, total_steps=25)
@@ -112,45 +70,6 @@ class TrainerTest(parameterized.TestCase):
       self.assertLess(v["training/rollout_logprobs_diff_max"], 1e-4)
       self.assertEqual(v["actor/ratio_mean"], 1.0)
     self.assertEqual("visual" in trainer.state.params, not freeze)
-
-  @parameterized.parameters(
-      dict(share_prefix=False), dict(), dict(name="rollplex"),
-      dict(name="rollplex", save="activations"), dict(name="disaggregated"),
-      dict(name="rollplex", prefix_source="window", window_chunk=7))
-  def test_schedules_change_nothing(self, **schedule):
-    """Losses, KL and gradient norms of 3 steps under every schedule."""
-    kwargs = dict(
-        objective=ObjectiveConfig(loss_type="dapo", beta=0.05), num_iterations=2,
-        mini_batch_size=2, optimizer=OptimizerConfig(learning_rate=1e-3))
-    _, expected = self.run_steps(_config(
-        self.path, schedule=ScheduleConfig(share_prefix=False), **kwargs), 3)
-    _, got = self.run_steps(_config(
-        self.path, schedule=ScheduleConfig(**schedule), micro_batch_size=4,
-        **kwargs), 3)
-    for a, b in zip(expected, got):
-      for name in ("actor/loss", "actor/kl_loss", "actor/grad_norm",
-                   "critic/score/mean", "response_length/mean"):
-        np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-5,
-                                   err_msg=name)
-
-  def test_prefixes_beyond_their_budget_are_not_saved(self):
-    """The next policy is taken, said once, and changes nothing."""
-    schedule = dict(name="rollplex", save="activations")
-    _, expected = self.run_steps(_config(
-        self.path, schedule=ScheduleConfig(**schedule)), 2)
-    with self.assertLogs("absl", "WARNING") as logged:
-      _, got = self.run_steps(_config(self.path, schedule=ScheduleConfig(
-          **schedule, prefix_budget_gb=1e-4)), 2)
-    self.assertLen(logged.output, 1)
-    self.assertIn("saving layer_inputs instead", logged.output[0])
-    for a, b in zip(expected, got):
-      for name in ("actor/loss", "actor/grad_norm"):
-        np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-6)
-
-  def test_prefixes_that_cannot_fit_are_refused(self):
-    with self.assertRaisesRegex(InputError, "prefix_budget_gb=1e-06"):
-      self.run_steps(_config(self.path, schedule=ScheduleConfig(
-          name="rollplex", prefix_budget_gb=1e-6)), 1)
 
   def test_reference_stays_where_it_was(self):
     config = _config(
@@ -226,13 +145,32 @@ class TrainerTest(parameterized.TestCase):
     self.assertEqual(trainer.state.params["text"]["embed"].dtype, "float32")
     self.assertLess(values[0]["training/rollout_logprobs_diff_mean"], 0.1)
 
+  def test_prefixes_beyond_their_budget_are_not_saved(self):
+    """The next policy is taken, said once, and changes nothing."""
+    schedule = dict(name="rollplex", save="activations")
+    _, expected = tiny_task.run_steps(tiny_task.config(
+        self.path, schedule=ScheduleConfig(**schedule)), 2)
+    with self.assertLogs("absl", "WARNING") as logged:
+      _, got = tiny_task.run_steps(tiny_task.config(self.path, schedule=ScheduleConfig(
+          **schedule, prefix_budget_gb=1e-4)), 2)
+    self.assertLen(logged.output, 1)
+    self.assertIn("saving layer_inputs instead", logged.output[0])
+    for a, b in zip(expected, got):
+      for name in ("actor/loss", "actor/grad_norm"):
+        np.testing.assert_allclose(a[name], b[name], rtol=1e-3, atol=1e-6)
+
+  def test_prefixes_that_cannot_fit_are_refused(self):
+    with self.assertRaisesRegex(InputError, "prefix_budget_gb=1e-06"):
+      tiny_task.run_steps(tiny_task.config(self.path, schedule=ScheduleConfig(
+          name="rollplex", prefix_budget_gb=1e-6)), 1)
+
   def test_records_steps(self):
     """Every second step, none of them the first, which compiles."""
-    config = _config(
+    config = tiny_task.config(
         self.path, timeline_every=2, total_steps=5, micro_batch_size=8,
         objective=ObjectiveConfig(loss_type="dapo", beta=0.05))
     folder = self.folder / "recorded"
-    Trainer(config, task=VowelTask()).train(
+    Trainer(config, task=tiny_task.VowelTask()).train(
         folder, evaluate_ends=False, tensorboard=False)
     files = sorted(path.name for path in (folder / "timeline").iterdir())
     self.assertEqual(files, ["step_000002.json", "step_000002.png",
@@ -257,10 +195,10 @@ class TrainerTest(parameterized.TestCase):
     self.assertGreater(min(measured), 0)
 
   def test_recording_changes_nothing(self):
-    config = _config(self.path)
-    trainer, (expected,) = self.run_steps(config, 1)
+    config = tiny_task.config(self.path)
+    trainer, (expected,) = tiny_task.run_steps(config, 1)
     timeline = Timeline("rollplex")
-    got, _ = (other := Trainer(config, task=VowelTask())).step(
+    got, _ = (other := Trainer(config, task=tiny_task.VowelTask())).step(
         next(other._batches()), 0, timeline)
     for name in ("actor/loss", "actor/grad_norm", "critic/score/mean"):
       self.assertEqual(got[name], expected[name])
@@ -270,10 +208,10 @@ class TrainerTest(parameterized.TestCase):
     self.assertLessEqual(timeline.seconds, got["timing_s/step"])
 
   def test_records_the_only_step_of_supervised_learning(self):
-    config = _config(self.path, algorithm=Algorithm.SUPERVISED,
+    config = tiny_task.config(self.path, algorithm=Algorithm.SUPERVISED,
                      timeline_every=1, total_steps=1, mini_batch_size=2)
     folder = self.folder / "supervised_recorded"
-    Trainer(config, task=VowelTask()).train(
+    Trainer(config, task=tiny_task.VowelTask()).train(
         folder, evaluate_ends=False, tensorboard=False)
     events = json.loads((folder / "timeline" / "step_000001.json").read_text())
     self.assertEqual(

@@ -121,17 +121,27 @@ def attend_causally(q: jax.Array, k: jax.Array, v: jax.Array, *,
   """Causal `attend` over whole sequences, [B, T, ...] each.
 
   Queries go block by block, each against the keys up to its end only: half of
-  a square of scores is never formed.
+  a square of scores is never formed. A group's queries are rows of one product
+  with their key head, in the layout of `attend_part`: on a CPU that takes half
+  the time of `attend`.
   """
-  length = q.shape[1]
-  if length <= block:
-    return attend(q, k, v, causal_mask(length))
+  b, t, num_heads, h = q.shape
+  num_kv = k.shape[2]
+  groups = num_heads // num_kv
+  q = (q * h ** -0.5).reshape(b, t, num_kv, groups, h)
+  q = q.transpose(0, 2, 3, 1, 4)
+  k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
   out = []
-  for start in range(0, length, block):
-    end = min(start + block, length)
-    mask = causal_mask(end)[start:]
-    out.append(attend(q[:, start:end], k[:, :end], v[:, :end], mask))
-  return jnp.concatenate(out, axis=1)
+  for start in range(0, t, block):
+    end = min(start + block, t)
+    mask = jnp.tile(causal_mask(end)[start:], (groups, 1))
+    part = attend_part(
+        q[:, :, :, start:end].reshape(b, num_kv, -1, h), k[..., :end],
+        v[:, :, :end], mask)
+    out.append(join_parts(part).astype(v.dtype).reshape(
+        b, num_kv, groups, end - start, h))
+  out = jnp.concatenate(out, axis=3).transpose(0, 3, 1, 2, 4)
+  return out.reshape(b, t, num_heads * h)
 
 
 def causal_mask(length: int) -> jax.Array:

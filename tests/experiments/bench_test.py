@@ -59,10 +59,11 @@ class BenchScheduleTest(absltest.TestCase):
 
   def test_rows_of_each_schedule(self):
     workload = Workload(frames=1, group=3, text=10, response=4)
-    rows = bench_schedule._compare(
+    rows, timelines = bench_schedule._compare(
         CONFIG, workload, make_models(CONFIG),
         ("serial_unshared", "serial_shared", "rollplex"), rounds=1)
     json.dumps(rows)
+    self.assertEqual([t.name for t in timelines], list(rows))
     for name, row in rows.items():
       self.assertLess(row["gradient_error"], 1e-5, msg=name)
       self.assertGreater(row["seconds"], 0)

@@ -22,6 +22,8 @@ from experiments import common
 
 # The modules that define a command's flags, beside `experiments.common`.
 _FLAG_MODULES = {
+    "compress": ("experiments.compress",),
+    "decompress": ("experiments.decompress",),
     "generate": ("experiments.generate", "experiments.row_inputs"),
     "plan": ("experiments.plan",),
     "score": ("experiments.score", "experiments.row_inputs"),

@@ -10,6 +10,9 @@ import os
 import jax
 
 DEVICE_COUNT = 8
+# On a busy machine one device's thread may reach a collective long after the
+# others, who by default give up, and end the process, after 40 seconds.
+_PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 
 def use_virtual_devices(count: int = DEVICE_COUNT) -> list[jax.Device]:
@@ -20,6 +23,9 @@ def use_virtual_devices(count: int = DEVICE_COUNT) -> list[jax.Device]:
   Raises:
     RuntimeError: jax has already started with fewer CPU devices.
   """
+  flags = os.environ.get("XLA_FLAGS", "")
+  if _PATIENCE not in flags:
+    os.environ["XLA_FLAGS"] = f"{flags} {_PATIENCE}".strip()
   try:
     if "JAX_PLATFORMS" not in os.environ:
       jax.config.update("jax_platforms", "cpu")

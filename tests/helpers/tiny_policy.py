@@ -76,3 +76,19 @@ def prompts(model_config: ModelConfig) -> list[Prompt]:
              text=1, seed=3),
       prompt(model_config, [image], text=7, seed=4),
   ]
+
+
+def video_prompts(model_config: ModelConfig) -> list[Prompt]:
+  """Ragged prompts: a video, text only, an image and two videos, a long video.
+
+  Frames differ in number and size, and some are no multiple of the tower's
+  window.
+  """
+  image = ("image", (1, 2, 6))
+  return [
+      prompt(model_config, [("video", (3, 4, 6))], text=1, seed=1),
+      prompt(model_config, [], text=5, seed=2),
+      prompt(model_config, [image, ("video", (2, 4, 4)), ("video", (1, 6, 4))],
+             text=1, seed=3),
+      prompt(model_config, [("video", (5, 4, 4))], seed=4),
+  ]

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollplex_jax.models import decoder
-from rollplex_jax.models import weights as weights_lib
 from rollplex_jax.models.config import TextConfig
 from rollplex_jax.placement.layout import plan_layout
 from rollplex_jax.placement.sharding import (
@@ -59,14 +58,13 @@ def plan(shape, storage, rollout, *, config=None, dtype=jnp.float32,
       place(shape, rollout, config, gathered=gathered), dtype, **kwargs)
 
 
-def stored(plan, config=None):
+def stored(plan):
   """Random weights as a plan has them stored, in memory of a program."""
-  declared = decoder.weights(config or text_config())
-  draw = lambda key: jax.tree.map(
-      lambda x: x + 1,
-      weights_lib.init_params(declared, key, plan.dtype))
-  return jax.jit(draw, out_shardings=plan.tree.unflatten(
-      [t.storage for t in plan.tensors]))(jax.random.key(0))
+  rng = np.random.default_rng(0)
+  drawn = plan.tree.unflatten([
+      jax.device_put(rng.standard_normal(t.shape).astype(plan.dtype), t.storage)
+      for t in plan.tensors])
+  return jax.jit(lambda tree: jax.tree.map(lambda x: x / 2, tree))(drawn)
 
 
 def names(plan, how):

@@ -1,0 +1,1 @@
+"""LegoLM: language models compressed without data."""

@@ -1,0 +1,191 @@
+"""A weight matrix as codes, held in a parameter tree in place of an array."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from legolm_jax import packing
+
+Array = jax.Array | np.ndarray
+
+
+class Storage(enum.Enum):
+  """Which dimension comes first: that of the outputs, or of the inputs."""
+
+  OUT_IN = "out_in"
+  IN_OUT = "in_out"
+
+
+@struct.dataclass
+class LegoArray:
+  """A compressed matrix, [out, in] or [in, out] by `storage`.
+
+  A weight is codebook[code], times its output's scale, or the next outlier if
+  the code is the escape. `packing.Layout` says where codes and outliers lie.
+  The leaves are ordinary arrays (on the host or on devices), all of which shard
+  as the matrix does, and shapes are read from them: inside `shard_map` a shard
+  is itself a LegoArray.
+
+  In the shapes below OUT_IN is meant; IN_OUT has the first two dimensions
+  swapped.
+
+  Attributes:
+    planes: the codes' bits, from the lowest: [out, words] each, uint32 for four
+      bits, uint16 for two, uint8 for one.
+    codebook: float32 [num_codes], ascending; the entry of the escape is 0.
+    scale: bfloat16 [out], or None.
+    outliers: [out shards, in shards, n] of `dtype`; None without an escape. The
+      shards have a list each, filled up to the longest and to at least one.
+    offsets: uint32 [bands, tiles], how many outliers of its shard come before
+      each tile; None without an escape.
+    section_out, section_inputs: sizes of the layout's sections.
+    num_codes: K, escape included. The escape is code K - 1.
+    dtype: of the matrix that was compressed.
+    storage: see above.
+  """
+
+  planes: tuple[Array, ...]
+  codebook: Array
+  scale: Array | None
+  outliers: Array | None
+  offsets: Array | None
+  section_out: int = struct.field(pytree_node=False)
+  section_inputs: int = struct.field(pytree_node=False)
+  num_codes: int = struct.field(pytree_node=False)
+  dtype: Any = struct.field(pytree_node=False)
+  storage: Storage = struct.field(pytree_node=False)
+
+  @property
+  def bits(self) -> int:
+    """Bits of a code."""
+    return packing.code_bits(self.num_codes)
+
+  @property
+  def layout(self) -> packing.Layout:
+    out, words = self._out_first(self.planes[0].shape)
+    per_section = -(-self.section_inputs // packing.WORD)
+    return packing.Layout(
+        out, words // per_section * self.section_inputs, self.section_out,
+        self.section_inputs)
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """Of the matrix."""
+    return self._out_first((self.layout.out, self.layout.inputs))
+
+  @property
+  def ndim(self) -> int:
+    return 2
+
+  @property
+  def size(self) -> int:
+    """Number of weights."""
+    return self.layout.out * self.layout.inputs
+
+  @property
+  def nbytes(self) -> int:
+    """Of all leaves."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+  @property
+  def T(self) -> LegoArray:
+    """The transpose: the same codes in the other storage."""
+    swap = lambda a: None if a is None else a.swapaxes(0, 1)
+    other = (Storage.IN_OUT if self.storage is Storage.OUT_IN
+             else Storage.OUT_IN)
+    return self.replace(
+        planes=tuple(map(swap, self.planes)), outliers=swap(self.outliers),
+        offsets=swap(self.offsets), storage=other)
+
+  def dequantize(self, dtype=None) -> jax.Array:
+    """The matrix, in plain jnp.
+
+    Args:
+      dtype: None for the matrix's own. Centroid times scale is computed in
+        float32 and rounded to `dtype` once.
+
+    Returns:
+      An array of `shape`.
+    """
+    if self.storage is Storage.IN_OUT:
+      return self.T.dequantize(dtype).T
+    layout = self.layout
+    codes = unpack(self.planes, self.bits)
+    values = jnp.asarray(self.codebook)[codes]
+    if self.scale is not None:
+      scale = jnp.asarray(self.scale).astype(jnp.float32)
+      values *= scale[:, None, None]
+    if self.outliers is not None:
+      escaped = codes == jnp.uint8(self.num_codes - 1)
+      values = jnp.where(escaped, self._outlier_of_each(escaped), values)
+    values = values.reshape(layout.out, -1, layout.words_per_section
+                            * packing.WORD)[..., :layout.section_inputs]
+    return values.reshape(layout.out, layout.inputs).astype(
+        dtype or self.dtype)
+
+  def partition_specs(self, spec: PartitionSpec) -> LegoArray:
+    """The leaves' specs where a dense matrix has `spec`."""
+    first, second = (*spec, None, None)[:2]
+    both = PartitionSpec(first, second)
+    out, _ = self._out_first((first, second))
+    present = lambda leaf, spec: None if leaf is None else spec
+    return self.replace(
+        planes=(both,) * len(self.planes), codebook=PartitionSpec(),
+        scale=present(self.scale, PartitionSpec(out)),
+        outliers=present(
+            self.outliers, PartitionSpec(first, second, None)),
+        offsets=present(self.offsets, both))
+
+  def _out_first(self, pair):
+    """(out, in) from the order of storage, and back."""
+    return pair if self.storage is Storage.OUT_IN else pair[::-1]
+
+  def _outlier_of_each(self, escaped: jax.Array) -> jax.Array:
+    """For bool [out, words, 8] the outliers in place, float32."""
+    layout = self.layout
+    out_shards, in_shards = self.outliers.shape[:2]
+    sections = layout.out // layout.section_out // out_shards
+    bands = layout.bands_per_section
+    # [shard, section, band, output, in shard, word, code]
+    escaped = escaped.reshape(
+        out_shards * sections, layout.section_out, -1, packing.WORD)
+    escaped = jnp.pad(escaped, (
+        (0, 0), (0, bands * packing.BAND - layout.section_out), (0, 0), (0, 0)))
+    escaped = escaped.reshape(
+        out_shards, sections, bands, packing.BAND, in_shards, -1, packing.WORD)
+    # The order of outliers: in shard before word before output before code.
+    ordered = escaped.transpose(0, 1, 2, 4, 5, 3, 6)
+    flat = ordered.reshape(*ordered.shape[:4], -1).astype(jnp.int32)
+    before = jnp.cumsum(flat, axis=-1) - flat
+    start = jnp.asarray(self.offsets).reshape(
+        out_shards, sections, bands, in_shards, -1)[..., 0]
+    before += start.astype(jnp.int32)[..., None]
+    shards = jnp.arange(out_shards), jnp.arange(in_shards)
+    found = jnp.asarray(self.outliers)[
+        shards[0].reshape(-1, 1, 1, 1, 1), shards[1].reshape(-1, 1), before]
+    found = found.astype(jnp.float32).reshape(ordered.shape)
+    found = found.transpose(0, 1, 2, 5, 3, 4, 6).reshape(
+        out_shards * sections, bands * packing.BAND, -1, packing.WORD)
+    return found[:, :layout.section_out].reshape(
+        layout.out, -1, packing.WORD)
+
+
+def unpack(planes: tuple[Array, ...], bits: int) -> jax.Array:
+  """Codes from planes [out, words]: uint8 [out, words, 8]."""
+  codes, shift = None, 0
+  for plane, width in zip(planes, packing.plane_widths(bits)):
+    plane = jnp.asarray(plane)
+    places = jnp.arange(packing.WORD, dtype=plane.dtype) * plane.dtype.type(
+        width)
+    part = (plane[..., None] >> places) & plane.dtype.type((1 << width) - 1)
+    part = part.astype(jnp.uint8) << jnp.uint8(shift)
+    codes = part if codes is None else codes | part
+    shift += width
+  return codes
