@@ -13,9 +13,11 @@ import jax
 from rich.console import Console
 
 from experiments import common, plan_tables
-from rollplex_jax import capacity, capacity_devices, capacity_search, deviceless
-from rollplex_jax.capacity_case import Case, Workload
-from rollplex_jax.capacity_memory import SCHEDULES
+from rollplex_jax.capacity import deviceless, devices
+from rollplex_jax.capacity import plan as plan_lib
+from rollplex_jax.capacity import search as search_lib
+from rollplex_jax.capacity.case import Case, Workload
+from rollplex_jax.capacity.memory import SCHEDULES
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import published
 from rollplex_jax.placement.mesh import MeshConfig
@@ -26,7 +28,7 @@ _MODEL = flags.DEFINE_string(
     "model", None, "A published size, such as qwen2.5-vl-32b, or a folder with "
     "a config.json.")
 _DEVICE = flags.DEFINE_string(
-    "device", None, f"Accelerator: {', '.join(capacity_devices.names())}.")
+    "device", None, f"Accelerator: {', '.join(devices.names())}.")
 _NUM_DEVICES = flags.DEFINE_integer("num_devices", None, "How many of them.")
 _SCHEDULE = flags.DEFINE_enum(
     "schedule", "rollplex", SCHEDULES, "Whose phases to print.")
@@ -51,7 +53,7 @@ _MICRO = flags.DEFINE_integer(
     "micro_batch_size", 0, "Samples per pass on all devices together; 0 for a "
     "group of each part of the batch.", lower_bound=0)
 _CHUNK = flags.DEFINE_integer(
-    "window_chunk", 1024, "Prefix tokens of a unit in the decode window.",
+    "window_chunk", 512, "Prefix tokens of a unit in the decode window.",
     lower_bound=1)
 _PROMPTS = flags.DEFINE_integer("num_prompts", 64, "Prompts per step.")
 _GENERATIONS = flags.DEFINE_integer("num_generations", 8, "Samples of each.")
@@ -65,6 +67,9 @@ _REFERENCE = flags.DEFINE_bool("reference", True, "Score a reference model.")
 _FRACTION = flags.DEFINE_float(
     "memory_fraction", 0.9, "Share of a device's memory that may be used.",
     lower_bound=0.0, upper_bound=1.0)
+_BUDGET = flags.DEFINE_float(
+    "budget_gb", 0.0, "GB (1e9 bytes) of it that may be used instead; 0 for "
+    "the share.", lower_bound=0.0)
 _FULL = flags.DEFINE_bool(
     "full_depth", False, "Compile all layers; otherwise few, from which the "
     "rest is extrapolated.")
@@ -89,11 +94,12 @@ def main():
     compiled = False
     print(_no_compiler(case))
   settings = dict(
-      depths=None if _FULL.value else capacity.DEPTHS, compiled=compiled,
-      workers=_WORKERS.value, memory_fraction=_FRACTION.value)
+      depths=None if _FULL.value else plan_lib.DEPTHS, compiled=compiled,
+      workers=_WORKERS.value, memory_fraction=_FRACTION.value,
+      budget=int(_BUDGET.value * 1e9))
   console = Console(width=plan_tables.WIDTH)
   if _SEARCH.value:
-    result = capacity_search.search(
+    result = search_lib.search(
         case, best=_BEST.value,
         progress=lambda cases: common.progress("searching", len(cases))(cases),
         **settings)
@@ -102,7 +108,7 @@ def main():
       return result
     plan = result["plan"]
   else:
-    plan = result = capacity.make_plan(
+    plan = result = plan_lib.make_plan(
         case, progress=common.progress("compiling"), **settings)
   for part in plan_tables.report(plan, _SCHEDULE.value):
     console.print(part)
@@ -119,7 +125,7 @@ def _no_compiler(case: Case) -> str:
 
 def _case() -> Case:
   model = published.config_of(common.required(_MODEL))
-  spec = capacity_devices.device_of(common.required(_DEVICE))
+  spec = devices.device_of(common.required(_DEVICE))
   count = _NUM_DEVICES.value
   if count is None:
     raise InputError("--num_devices is not set")

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from rollplex_jax.capacity_memory import KINDS
+from rollplex_jax.capacity.memory import KINDS
 
 WIDTH = 150
 _SPEEDUPS = {
@@ -24,10 +24,20 @@ def report(plan: Mapping[str, Any], schedule: str) -> Iterator[Any]:
   yield (f"{case['parameters'] / 1e9:.1f}B parameters on {case['num_devices']} "
          f"{case['device']} ({mesh}); saved: {case['save']}; training prefix "
          f"from the {case['prefix_source']}; {case['samples_per_pass']} samples "
-         f"per pass; in host memory while unused: {plan['away']}.")
-  yield f"Memory: {plan['how']}."
+         "per pass.")
+  away = plan["schedules"][schedule]["away"]
+  yield (f"Memory: {plan['how']}. In host memory while nothing reads it: "
+         f"{', '.join(away) or 'nothing'}.")
   yield phases(plan, schedule)
   yield summary(plan)
+  rollplex = plan["schedules"]["rollplex"]
+  if not rollplex["fits"]:
+    near = [f"{n['setting']} ({_gib(n['peak_bytes'])} GiB)"
+            for n in plan["nearest"]]
+    yield (f"rollplex needs {_gib(rollplex['peak_bytes'])} GiB, more than the "
+           f"budget of {_gib(plan['memory']['budget_bytes'])} GiB. By estimate "
+           "would fit: " + (", or ".join(near) or "no setting that was tried")
+           + ".")
   yield stages(plan)
   hides = plan["forecast"]["window_hides"]
   if hides is not None:

@@ -24,7 +24,6 @@ from rollplex_jax.placement.sharding import (
   fully_sharded,
 )
 from rollplex_jax.samples import Groups, micro_batches
-from rollplex_jax.schedule import Stage
 from rollplex_jax.stages.prefix import SavePolicy
 
 _FSDP = Rules(batch=("data", "fsdp"), embed=("fsdp",))
@@ -45,6 +44,7 @@ class Workload:
     micro_batch_size: samples per pass; 0 for all of an update.
     prompts_per_update: 0 for all.
     updates: of a step.
+    parts: into how many a batch is split over devices.
   """
 
   num_prompts: int
@@ -55,6 +55,7 @@ class Workload:
   micro_batch_size: int = 0
   prompts_per_update: int = 0
   updates: int = 1
+  parts: int = 1
 
   @functools.cached_property
   def training_passes(self) -> tuple[tuple[tuple[int, int], ...], int]:
@@ -68,11 +69,14 @@ class Workload:
 
   def _passes(self, k):
     g = self.num_generations
+    # A mini-batch has as many prompts of each part as can be.
+    rows = np.arange(self.num_prompts).reshape(self.parts, -1)
     micro = micro_batches(Groups(
-        rows=np.arange(k, dtype=np.int32),
+        rows=rows[:, :-(-k // self.parts)].reshape(-1)[:k].astype(np.int32),
         token_ids=np.zeros((k, g, 1), np.int32),
         lengths=np.ones((k, g), np.int32),
-        advantages=np.zeros((k, g), np.float32)), self.micro_batch_size)
+        advantages=np.zeros((k, g), np.float32)), self.micro_batch_size,
+                          parts=self.parts, num_rows=self.num_prompts)
     return tuple((m.block, m.part) for m in micro), len(micro[0].rows)
 
 
@@ -94,10 +98,11 @@ class Setup:
     mesh: its shape; by default one device.
     training: how training and the reference lie on it.
     rollout: the same of the rollout.
+    storage: how the decoder's weights lie, if not as training has them.
     rebuilt_bytes: per device, of weights that the rollout needs in a layout
       that no view of the training's gives.
-    temporaries: stage -> bytes per device that its program takes beside its
-      arguments and results, where they are known.
+    temporaries: stage, or "update" -> bytes per device that its program takes
+      beside its arguments and results, where they are known.
   """
 
   config: ModelConfig
@@ -105,8 +110,9 @@ class Setup:
   mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
   training: StageRules = dataclasses.field(default_factory=StageRules)
   rollout: StageRules = dataclasses.field(default_factory=StageRules)
+  storage: StageRules | None = None
   rebuilt_bytes: int = 0
-  temporaries: Mapping[Stage, int] = dataclasses.field(default_factory=dict)
+  temporaries: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Sizes:
@@ -133,7 +139,7 @@ class Sizes:
     """Compute parameters of "text" or "visual"; 0 where there are none."""
     return sum(
         shard_bytes(w.shape, self._dtype, rules.spec(*w.axes), self._axes)
-        for rules, w in self._leaves(parts))
+        for rules, w in self._leaves(parts, self.setup.storage))
 
   def gradients(self) -> int:
     """Of the trained parts: float32, split over all devices."""
@@ -145,15 +151,16 @@ class Sizes:
     total = 0
     for rules, w in self._leaves(self._trained):
       shared = self._dtype == jnp.float32 and (
-          self.setup.mesh.size == 1
-          or rules.spec(*w.axes) == self._full_spec(rules, w))
+          self.setup.mesh.size == 1 or (self.setup.storage is None
+          and rules.spec(*w.axes) == self._full_spec(rules, w)))
       total += self._float32(rules, w) * (_MOMENTS + (not shared))
     return total
 
-  def _leaves(self, parts) -> Iterator[tuple[Rules, Weight]]:
+  def _leaves(self, parts, storage=None) -> Iterator[tuple[Rules, Weight]]:
     for part in parts:
-      rules = getattr(
-          self.setup.training, "text" if part == "text" else "vision")
+      rules = self.setup.training.vision
+      if part == "text":
+        rules = (storage or self.setup.training).text
       for w in jax.tree.leaves(
           self._declared.get(part, ()), is_leaf=is_weight):
         yield rules, w

@@ -25,7 +25,6 @@ from rollplex_jax.samples import (
   Groups,
   MicroBatch,
   PromptBatch,
-  micro_batches,
   own_batch,
 )
 from rollplex_jax.schedule import Facts, Lane, ScheduleConfig, Stage, Unit
@@ -140,8 +139,7 @@ class Step:
 
   def score(self, groups: Groups) -> Groups:
     """Adds log-probs under the reference and, if needed, the policy."""
-    micro = micro_batches(
-        groups, self.settings.micro_batch_size, self.batch)
+    micro = self.batch.cut(groups, self.settings.micro_batch_size)
     plan = schedule.scoring_plan(
         self.settings.schedule, self.facts, [(m.block, m.part) for m in micro])
     if not plan:
@@ -169,8 +167,7 @@ class Step:
       float32 gradients of the trained parts, metrics of these groups, and
       float32 [K, G, R] log-probs before the update.
     """
-    micro = micro_batches(
-        groups, self.settings.micro_batch_size, self.batch)
+    micro = self.batch.cut(groups, self.settings.micro_batch_size)
     plan = schedule.update_plan(
         self.settings.schedule, self.facts, [(m.block, m.part) for m in micro],
         first=first)

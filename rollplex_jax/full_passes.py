@@ -10,7 +10,7 @@ from rollplex_jax.data import batching
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement.sharding import Placement
-from rollplex_jax.samples import Groups, PromptBatch, micro_batches, own_batch
+from rollplex_jax.samples import Groups, PromptBatch, own_batch
 
 
 def features_of(params: Params, config: ModelConfig, batch: PromptBatch,
@@ -27,7 +27,7 @@ def score_groups(params: Params, config: ModelConfig, batch: PromptBatch,
   """float32 [K, G, R] log-probs over whole sequences, zero past the ends."""
   features = features_of(params, config, batch)
   out = np.zeros(groups.token_ids.shape, np.float32)
-  for item in micro_batches(groups, micro_batch_size, batch):
+  for item in batch.cut(groups, micro_batch_size):
     item.place(out, programs.score_full(
         params, config, batching.take_rows(batch.inputs, item.rows), features,
         item.responses, temperature))
@@ -44,7 +44,7 @@ def supervised_gradient(
   features = None
   if "visual" not in trained:
     features = features_of({**frozen, **trained}, config, batch, place)
-  for item in micro_batches(groups, micro_batch_size, batch):
+  for item in batch.cut(groups, micro_batch_size):
     prompts, vision = batching.take_rows(batch.inputs, item.rows), None
     if "visual" in trained:
       own = own_batch(config, batch, item.rows)

@@ -38,6 +38,11 @@ class PromptBatch:
   vision: VisionInputs | None
   parts: int = 1
 
+  def cut(self, groups: Groups, size: int) -> list[MicroBatch]:
+    """`micro_batches` of some of the batch's groups."""
+    return micro_batches(groups, size, parts=self.parts,
+                         num_rows=len(self.inputs.lengths))
+
 
 def make_batch(config: ModelConfig, prompts: Sequence[Prompt],
                row_ids: Sequence[int], num_rows: int | None = None,
@@ -141,8 +146,8 @@ class MicroBatch:
     out[self.groups, self.samples, :width] = values[self.slots, :count]
 
 
-def micro_batches(groups: Groups, size: int,
-                  batch: PromptBatch | None = None) -> list[MicroBatch]:
+def micro_batches(groups: Groups, size: int, *, parts: int = 1,
+                  num_rows: int = 0) -> list[MicroBatch]:
   """Cuts groups into passes of at most `size` samples; 0 for one pass.
 
   Responses are cut to the bucket of the longest among them, so the rollout's
@@ -151,19 +156,19 @@ def micro_batches(groups: Groups, size: int,
   Args:
     groups: of a mini-batch.
     size: samples of a pass, on all devices together.
-    batch: of the step, where it is split over devices.
+    parts: into how many the step's batch is split over devices.
+    num_rows: prompts of the step's batch, where it is split.
 
   Raises:
     InputError: if a pass can't have samples of every part of the batch.
   """
   k, g, r = groups.token_ids.shape
-  parts = 1 if batch is None else batch.parts
   if size % parts:
     raise InputError(f"micro_batch_size={size}: expected a multiple of the "
                      f"{parts} parts into which the mesh splits a batch")
   by_part = [np.arange(k)]
   if parts > 1:
-    rows_of_part = len(batch.inputs.lengths) // parts
+    rows_of_part = num_rows // parts
     by_part = [np.flatnonzero(groups.rows // rows_of_part == part)
                for part in range(parts)]
   most = _power_of_two(max(map(len, by_part)))

@@ -8,7 +8,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import pytest
 
-from rollplex_jax import deviceless
+from rollplex_jax.capacity import deviceless
 from tests.experiments import commands
 from tests.helpers import devices, tiny_policy
 

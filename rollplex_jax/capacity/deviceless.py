@@ -20,7 +20,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 
-from rollplex_jax.capacity_devices import DeviceSpec
+from rollplex_jax.capacity.devices import DeviceSpec
 
 PIP_COMMAND = "pip install '.[planner]'"
 

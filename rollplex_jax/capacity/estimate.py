@@ -8,9 +8,10 @@ estimated: their bytes follow from their shardings.
 
 from __future__ import annotations
 
-from rollplex_jax.capacity_case import Case
-from rollplex_jax.capacity_costs import causal_pairs
-from rollplex_jax.capacity_memory import Need, buffers_of
+from rollplex_jax.capacity.case import Case
+from rollplex_jax.capacity.costs import causal_pairs
+from rollplex_jax.capacity.memory import Need, buffers_of
+from rollplex_jax.capacity.programs import Programs, tree_bytes
 
 _BLOCK = 256  # Queries of a block of causal attention.
 _HEAD_CHUNK = 1024  # Tokens for which logits are formed at once.
@@ -18,9 +19,12 @@ _HEAD_CHUNK = 1024  # Tokens for which logits are formed at once.
 
 def need_of(case: Case, program: str) -> Need:
   """An estimate of what a program needs."""
-  shapes = _Shapes(case)
-  return Need(temp_bytes=int(getattr(shapes, program)()), compiled=False,
-              added_bytes=0, input_bytes=shapes.inputs(program))
+  shapes, added = _Shapes(case), 0
+  if program == "reshard":  # No buffer is as large in both layouts.
+    all_programs = Programs(case)
+    added = tree_bytes(all_programs.artifacts(all_programs.training))
+  return Need(temp_bytes=int(getattr(shapes, program)()), added_bytes=added,
+              compiled=False)
 
 
 class _Shapes:
@@ -38,14 +42,6 @@ class _Shapes:
     self.heads, self.mlp = t.num_attention_heads, t.intermediate_size
     self.p, self.r = case.length, w.response_length
     self.b, self.g = w.num_prompts, w.num_generations
-
-  def inputs(self, program: str) -> int:
-    """Bytes of arrays that come from the host."""
-    if program == "vision":
-      t, h, w = self.case.workload.video
-      patches = self.b // self.rollout_parts * t * h * w
-      return patches * (4 * self.case.model.vision.patch_dim + 24)
-    return 0
 
   def update(self) -> float:
     return 0.0
@@ -66,10 +62,6 @@ class _Shapes:
     return self._prefix(self.b // self.rollout_parts, self.rollout_tp)
 
   plain_prefill = prefill
-
-  def prefix_block(self) -> float:
-    """Of one pass under training's rules."""
-    return self._prefix(self.case.block[0] // self.parts, self.tp)
 
   def _prefix(self, rows: int, tp: int) -> float:
     """Probabilities of a layer, scores of its last block, a few activations."""

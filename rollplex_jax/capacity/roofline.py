@@ -7,14 +7,14 @@ forecast: nothing of it was measured on the devices that it speaks of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 
-from rollplex_jax.capacity_case import Case
-from rollplex_jax.capacity_costs import Sizes, step_flops
-from rollplex_jax.capacity_devices import DeviceSpec
-from rollplex_jax.capacity_memory import Away, buffers_of
-from rollplex_jax.deviceless import Collective
+from rollplex_jax.capacity.case import Case
+from rollplex_jax.capacity.costs import Sizes, step_flops
+from rollplex_jax.capacity.deviceless import Collective
+from rollplex_jax.capacity.devices import DeviceSpec
+from rollplex_jax.capacity.memory import buffers_of
 from rollplex_jax.schedule import PrefixSource
 from rollplex_jax.stages.prefix import SavePolicy
 
@@ -77,14 +77,13 @@ def collective_seconds(items: list[Collective], spec: DeviceSpec,
 
 
 def stage_times(case: Case, collectives: Mapping[str, list[Collective]],
-                away: Away, efficiency: Efficiency) -> dict[str, StageTime]:
+                efficiency: Efficiency) -> dict[str, StageTime]:
   """Seconds of each stage of a step, all of its passes together.
 
   Args:
     case: what is planned for.
     collectives: of one run of each program, by its name; what is missing has
       none.
-    away: what waits in host memory.
     efficiency: see there.
   """
   spec, n = case.spec, case.num_devices
@@ -115,8 +114,6 @@ def stage_times(case: Case, collectives: Mapping[str, list[Collective]],
       tokens * sizes.layers * 20 * 2 * width / case.parts)
   prefix_tokens = w.num_prompts * case.length
   suffix_tokens = w.num_prompts * w.num_generations * w.response_length
-  num_units = prefix_tokens // case.parts // min(
-      case.window_chunk, case.length)
   full_tokens = suffix_tokens + w.num_generations * prefix_tokens
   out = {
       "vision": time("vision", 0),
@@ -124,8 +121,6 @@ def stage_times(case: Case, collectives: Mapping[str, list[Collective]],
                       "plain_prefill"),
       "decode": dataclasses.replace(
           time("decode", decode_bytes, "none"), collective=step_collectives),
-      "units": time("none", activations(prefix_tokens) + num_units * (
-          have.rollout_text * case.has_reference / max(window_units(case), 1))),
       "score": time("score", passes * have.text + activations(suffix_tokens),
                     count=passes),
       "gradient": time(
@@ -143,27 +138,42 @@ def stage_times(case: Case, collectives: Mapping[str, list[Collective]],
       "update": time("update", 2 * have.optimizer + have.gradients),
       "compute_copy": time("compute_copy", have.optimizer / 3 + have.text),
   }
+  # A unit of the policy shares the decode step's read of the weights.
+  for model in window_models(case):
+    own = have.rollout_text * num_units(case) if model == "reference" else 0
+    out[f"{model}_units"] = dataclasses.replace(
+        out["prefill"],
+        memory=time("none", activations(prefix_tokens) + own).memory)
   if have.rebuilt:
     moved = Collective(kind="all-gather", bytes=have.rebuilt,
                        count=sizes.layers, group=2, far=False)
     out["rebuild"] = StageTime(
         compute=0.0, memory=2 * have.rebuilt / spec.hbm_bandwidth,
         collective=collective_seconds([moved], spec, efficiency))
-  host = 0.0
-  if away.optimizer:
-    host += 2 * have.optimizer
-  if away.reference:
-    host += have.reference
-  if case.save == SavePolicy.OFFLOAD:
-    host += 2 * have.inputs
-  out["host"] = StageTime(
-      compute=0.0, memory=host / (spec.host_bandwidth * efficiency.host),
-      collective=0.0)
   return out
 
 
-def step_seconds(case: Case, times: Mapping[str, StageTime],
-                 schedule: str) -> dict[str, float]:
+def host_seconds(case: Case, away: Sequence[str],
+                 efficiency: Efficiency) -> float:
+  """Time to bring to the device and back what waits in host memory.
+
+  Args:
+    case: what is planned for.
+    away: names of buffers, as of `memory.Planned`.
+    efficiency: see there.
+  """
+  have, total = buffers_of(case), 0
+  if "optimizer" in away:
+    total += 2 * have.optimizer
+  if "reference/weights" in away:  # Read in the window and again to score.
+    total += 2 * have.reference
+  if case.save == SavePolicy.OFFLOAD:
+    total += 2 * have.inputs
+  return total / (case.spec.host_bandwidth * efficiency.host)
+
+
+def step_seconds(case: Case, times: Mapping[str, StageTime], schedule: str,
+                 host: float = 0.0) -> dict[str, float]:
   """Seconds of a step's phases under a schedule, on all devices together.
 
   Args:
@@ -172,18 +182,17 @@ def step_seconds(case: Case, times: Mapping[str, StageTime],
     schedule: "rollplex"; "serial" or "serial_shared"; "disaggregated" or
       "disaggregated_shared", whose pools of half of the devices each do the
       serial phases in turn, at half the speed, after weights were sent.
+    host: from `host_seconds`.
   """
   at = lambda name: times[name].total if name in times else 0.0
   reference = 1 if case.has_reference else 0
-  tail = {"update": at("update") + at("compute_copy"),
-          "host": at("host")}
+  tail = {"update": at("update") + at("compute_copy"), "host": host}
   rebuild = at("rebuild")
   if schedule == "rollplex":
     return {"rollout": at("vision") + at("prefill") + rebuild * (1 + reference),
             **window(case, times),
             "scoring": reference * at("score"),
             "gradient": at("gradient") + at("prefix_backward"), **tail}
-  tail["host"] = 0.0
   out = {"rollout": at("vision") + at("prefill") + rebuild,
          "decode": at("decode")}
   if schedule.endswith("_shared"):
@@ -201,32 +210,43 @@ def step_seconds(case: Case, times: Mapping[str, StageTime],
   return out
 
 
-def window_units(case: Case) -> int:
-  """Prefixes of each prompt that are computed in the decode window."""
-  return (int(case.has_reference)
-          + (case.prefix_source == PrefixSource.WINDOW))
+def window_models(case: Case) -> list[str]:
+  """Whose prefixes are computed in the decode window."""
+  return [*(["policy"] if case.prefix_source == PrefixSource.WINDOW else []),
+          *(["reference"] if case.has_reference else [])]
+
+
+def num_units(case: Case) -> int:
+  """Units of a model's prefixes on each device."""
+  ways = case.mesh.shape.size // case.mesh.rollout_tp
+  tokens = case.workload.num_prompts * case.length // ways
+  return max(tokens // min(case.window_chunk, case.length), 1)
 
 
 def window(case: Case, times: Mapping[str, StageTime]) -> dict[str, float]:
   """Seconds of the decode window.
 
-  Decoding waits for memory and prefix units for arithmetic: both together take
-  the longer of the two, while no collective is hidden. A unit of the reference
-  reads the reference's weights; a unit of the policy shares a decode step's
-  read.
+  Each turn runs a decode step and, while there are any, a unit. Decoding waits
+  for memory and a unit for arithmetic: a turn with both takes the longer of
+  the two. No collective is hidden.
   """
-  decode, prefix, count = times["decode"], times["prefill"], window_units(case)
-  if not count:
-    return {"window": decode.total}
-  memory = decode.memory + count * times["units"].memory
-  compute = decode.compute + count * prefix.compute
-  return {"window": max(memory, compute) + decode.collective
-          + count * prefix.collective}
+  decode, units = times["decode"], num_units(case)
+  steps = left = case.workload.response_length
+  total = decode.collective
+  for model in window_models(case):
+    work = times[f"{model}_units"]
+    both = min(units, left)
+    left -= both
+    total += work.collective + both * max(
+        decode.memory / steps + work.memory / units,
+        decode.compute / steps + work.compute / units)
+    total += (units - both) * max(work.memory, work.compute) / units
+  return {"window": total + left * max(decode.memory, decode.compute) / steps}
 
 
 def hidden_share(case: Case, times: Mapping[str, StageTime]) -> float | None:
   """Which part of the window's prefix work takes no time of its own."""
-  count = window_units(case)
+  count = len(window_models(case))
   if not count:
     return None
   added = window(case, times)["window"] - times["decode"].total

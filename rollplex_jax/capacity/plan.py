@@ -3,14 +3,14 @@
     plan = make_plan(case)
 
 Every program of a step is compiled for the described devices (see
-`deviceless`); `capacity_memory` adds up what is there in each phase, and
-`roofline` forecasts the step. Where no compiler is installed temporaries are
-estimated and the plan says so.
+`deviceless`); `memory` adds up what is there in each phase, and `roofline`
+forecasts the step. Where no compiler is installed temporaries are estimated and
+the plan says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import multiprocessing
@@ -18,21 +18,20 @@ from typing import Any
 
 import jax
 
-from rollplex_jax import capacity_costs, capacity_estimate, deviceless, roofline
-from rollplex_jax.capacity_case import Case
-from rollplex_jax.capacity_memory import (
-  Away,
+from rollplex_jax.capacity import costs, deviceless, estimate, roofline
+from rollplex_jax.capacity.case import Case
+from rollplex_jax.capacity.deviceless import Collective, Compiled
+from rollplex_jax.capacity.memory import (
   Need,
-  Phase,
-  buffers_of,
+  Planned,
   naive_phases,
   phases_of,
-  program_of,
-  step_units,
+  programs_of,
 )
-from rollplex_jax.capacity_programs import Programs, tree_bytes
-from rollplex_jax.deviceless import Collective, Compiled
+from rollplex_jax.capacity.programs import Programs, whole_bytes
+from rollplex_jax.errors import InputError
 from rollplex_jax.placement.mesh import MeshConfig
+from rollplex_jax.stages.prefix import SavePolicy
 
 # What was published for Qwen2.5-VL-32B on 32 H800, beside which plans stand.
 PUBLISHED = {"naive_gib": 165.0, "speedup_over_serial": (1.23, 1.30),
@@ -41,8 +40,9 @@ PUBLISHED = {"naive_gib": 165.0, "speedup_over_serial": (1.23, 1.30),
 # needs grows evenly with each layer more.
 DEPTHS = (2, 4)
 # What compiles longest is started first.
-_SLOW = ("gradient_full", "prefix_backward", "score_full", "window", "prefill",
-         "plain_prefill", "gradient")
+_SLOW = {name: i for i, name in enumerate((
+    "gradient_full", "prefix_backward", "score_full", "window", "prefill",
+    "plain_prefill", "gradient"))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Measured:
 
 def make_plan(case: Case, *, depths: Sequence[int] | None = DEPTHS,
               compiled: bool = True, workers: int = 2,
-              memory_fraction: float = 0.9,
+              memory_fraction: float = 0.9, budget: int = 0,
               efficiency: roofline.Efficiency | None = None,
               progress: Callable = lambda items: items) -> dict[str, Any]:
   """Plans a run. The result is plain data, for JSON.
@@ -74,6 +74,7 @@ def make_plan(case: Case, *, depths: Sequence[int] | None = DEPTHS,
     compiled: False to estimate temporaries without compiling anything.
     workers: processes that compile.
     memory_fraction: share of a device's memory that may be used.
+    budget: bytes of it that may be used instead, or 0.
     efficiency: for the forecast.
     progress: wraps the iteration over compiled programs.
 
@@ -81,87 +82,125 @@ def make_plan(case: Case, *, depths: Sequence[int] | None = DEPTHS,
     InputError: if the case can't run.
   """
   case.check()
+  efficiency = efficiency or roofline.Efficiency()
   pool = half_of(case)
   cases = {"all": case} | ({"pool": pool} if pool else {})
-  wanted = [("all", name) for name in programs_of(case)]
+  wanted = [("all", name) for name in wanted_programs(case)]
   if pool:
-    wanted += [("pool", name) for name in _BASELINE
-               if ("all", name) in wanted]
+    wanted += [("pool", name) for name in programs_of(pool, "disaggregated")]
+  wanted.sort(key=lambda pair: _SLOW.get(pair[1], len(_SLOW)))
   if compiled:
     measured = _compile(cases, wanted, depths, workers, progress)
   else:
-    measured = {(key, name): Measured(
-        capacity_estimate.need_of(cases[key], name), [])
-        for key, name in wanted}
+    measured = {(key, name): Measured(estimate.need_of(cases[key], name), [])
+                for key, name in wanted}
   need = lambda key: lambda name: measured[key, name].need
   collectives = {name: m.collectives for (key, name), m in measured.items()
                  if key == "all"}
-  budget = int(case.spec.memory_bytes * memory_fraction)
-  away = choose_away(case, need("all"), budget)
-  times = roofline.stage_times(
-      case, collectives, away, efficiency or roofline.Efficiency())
-  schedules = {
-      "rollplex": phases_of(case, "rollplex", need("all"), away),
-      "serial": phases_of(case, "serial", need("all"), Away()),
+  if not budget:
+    budget = int(case.spec.memory_bytes * memory_fraction)
+  planned = {
+      "rollplex": phases_of(case, "rollplex", need("all"), budget),
+      "serial": phases_of(case, "serial", need("all"), budget),
+      "disaggregated": pool and phases_of(
+          pool, "disaggregated", need("pool"), budget),
       "naive": naive_phases(case, need("all"))}
-  if pool:
-    schedules["disaggregated"] = pool_phases(pool, need("pool"))
-  seconds = {name: roofline.step_seconds(case, times, name) for name in (
-      "rollplex", "serial", "serial_shared", "disaggregated",
-      "disaggregated_shared")}
-  # Naive colocation overlaps as rollplex does, but does each sample's work.
-  seconds["naive"] = seconds["serial"]
+  times = roofline.stage_times(case, collectives, efficiency)
+  seconds = {name: roofline.step_seconds(
+      case, times, name, roofline.host_seconds(case, found.away, efficiency))
+      for name, found in (
+          ("rollplex", planned["rollplex"]), ("serial", planned["serial"]),
+          ("serial_shared", planned["serial"]),
+          ("disaggregated", planned["disaggregated"] or Planned(phases=())),
+          ("disaggregated_shared",
+           planned["disaggregated"] or Planned(phases=())))}
+  # Naive colocation runs serial's phases; nothing of it has to be moved.
+  seconds["naive"] = seconds["serial"] | {"host": 0.0}
+  peak = planned["rollplex"].peak_bytes
   return {
       "case": describe(case),
       "memory": {"device_bytes": case.spec.memory_bytes,
                  "budget_bytes": budget},
       "how": _how(case, depths, compiled),
-      "away": str(away),
-      "schedules": {
-          name: _schedule(schedules.get(name), seconds[name], budget, pool)
-          for name in ("rollplex", "serial", "disaggregated", "naive")},
-      "forecast": _forecast(case, times, seconds),
+      "schedules": {name: _schedule(found, seconds[name], budget)
+                    for name, found in planned.items()},
+      "nearest": [] if peak <= budget else list(nearest(case, peak, budget)),
+      "forecast": _forecast(case, times, seconds, efficiency),
       "published": PUBLISHED,
       "programs": {f"{key}/{name}": _program(m)
                    for (key, name), m in measured.items()},
   }
 
 
-_BASELINE = ("vision", "plain_prefill", "decode", "score_full",
-             "gradient_full", "update", "compute_copy")
+def wanted_programs(case: Case) -> list[str]:
+  """Names of the programs that plan and forecast of all schedules ask for."""
+  names = programs_of(case, "rollplex") | programs_of(case, "serial")
+  return list(names)
 
 
-def programs_of(case: Case) -> list[str]:
-  """Names of all programs of a case's schedules."""
-  names = {"update", "compute_copy"}
-  for schedule in ("rollplex", "serial"):
-    for units in step_units(case, schedule):
-      names |= {program_of(unit) for unit in units}
-  names -= {None}
-  if case.mesh.training_tp != case.mesh.rollout_tp:
-    names.add("reshard")
-  if "plain_prefill" not in names:
-    names.add("plain_prefill")
-  if case.workload.video is None:
-    names.discard("vision")
-  order = {name: i for i, name in enumerate(_SLOW)}
-  return sorted(names, key=lambda name: (order.get(name, len(order)), name))
+def nearest(case: Case, peak: int, budget: int) -> Iterator[dict[str, Any]]:
+  """Settings near a case that would fit a budget, by estimate.
+
+  Args:
+    case: what does not fit.
+    peak: bytes of its rollplex step.
+    budget: bytes per device.
+
+  Yields:
+    "setting" and its "peak_bytes", to which what the case's own estimate is
+    off by is added.
+  """
+  own = estimated_peak(case, budget)
+  for options in _neighbors(case):
+    for setting, changes in options:
+      other = dataclasses.replace(case, **changes)
+      try:
+        other.check()
+      except InputError:
+        continue
+      found = estimated_peak(other, budget) + max(peak - own, 0)
+      if found <= budget:
+        yield {"setting": setting, "peak_bytes": found}
+        break
 
 
-def choose_away(case: Case, need: Callable[[str], Need], budget: int) -> Away:
-  """The least that must wait in host memory for rollplex to fit, or all."""
-  choices = [Away(), Away(optimizer=True)]
-  if case.has_reference:
-    choices.append(Away(optimizer=True, reference=True))
-  for away in choices:
-    if peak_of(phases_of(case, "rollplex", need, away)) <= budget:
-      return away
-  return choices[-1]
+def estimated_peak(case: Case, budget: int) -> int:
+  """Bytes of a rollplex step, nothing compiled."""
+  return phases_of(case, "rollplex", lambda name: estimate.need_of(case, name),
+                   budget).peak_bytes
 
 
-def peak_of(phases: Sequence[Phase]) -> int:
-  """The most bytes in any phase."""
-  return max(phase.peak_bytes for phase in phases)
+def _neighbors(case: Case) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+  """Changes of one kind each, the smallest first."""
+  saves = [SavePolicy.LAYER_INPUTS, SavePolicy.OFFLOAD, SavePolicy.NOTHING]
+  if case.save in saves:
+    saves = saves[saves.index(case.save) + 1:]
+  yield [(f"--save={save}", dict(save=save)) for save in saves]
+  b, g = case.block
+  yield [(f"--micro_batch_size={size}", dict(micro_batch_size=size))
+         for size in _halves(b * g)]
+  # Not the smallest step, but the smallest change of the workload.
+  yield [(f"--num_prompts={count}", dict(workload=dataclasses.replace(
+      case.workload, num_prompts=count)))
+      for count in _halves(case.workload.num_prompts)]
+  mesh = case.mesh
+  if mesh.training_tp == mesh.rollout_tp:
+    yield [(f"--training_tp={n}", dict(mesh=dataclasses.replace(
+        mesh, data=mesh.data * mesh.training_tp // n, training_tp=n,
+        rollout_tp=n))) for n in (2 * mesh.training_tp, 4 * mesh.training_tp)
+        if mesh.data * mesh.training_tp % n == 0]
+  yield [(f"--fsdp={mesh.fsdp * n}", dict(mesh=dataclasses.replace(
+      mesh, data=mesh.data // n, fsdp=mesh.fsdp * n)))
+      for n in (2, 4, 8) if mesh.data % n == 0]
+  yield [(f"--num_devices={case.num_devices * n} --data={mesh.data * n}", dict(
+      num_devices=case.num_devices * n,
+      mesh=dataclasses.replace(mesh, data=mesh.data * n))) for n in (2, 4, 8)]
+
+
+def _halves(size: int) -> Iterator[int]:
+  while size % 2 == 0:
+    size //= 2
+    yield size
 
 
 def half_of(case: Case) -> Case | None:
@@ -178,30 +217,12 @@ def half_of(case: Case) -> Case | None:
       half.num_devices, case.spec.devices_per_host) == 0 else None
 
 
-def pool_phases(pool: Case, need: Callable[[str], Need]) -> list[Phase]:
-  """Phases of the trainer's and of the rollout's half.
-
-  The trainer's has no rollout and the rollout's neither optimizer, gradients
-  nor a reference.
-  """
-  have = buffers_of(pool)
-  out = []
-  for phase in phases_of(pool, "serial", need, Away()):
-    bytes_, label = dict(phase.bytes), f"trainer, {phase.name}"
-    if phase.name.startswith("rollout"):
-      label = f"sampler, {phase.name}"
-      bytes_ |= {"optimizer": 0, "gradients": 0, "reference": 0}
-      bytes_["weights"] = have.weights
-    out.append(Phase(name=label, program=phase.program, bytes=bytes_))
-  return out
-
-
 def describe(case: Case) -> dict[str, Any]:
   """A case as plain data."""
   w = case.workload
   return {
       "device": case.device, "num_devices": case.num_devices,
-      "parameters": capacity_costs.parameter_count(case.model),
+      "parameters": costs.parameter_count(case.model),
       "mesh": dataclasses.asdict(case.mesh),
       "workload": dataclasses.asdict(w),
       "samples_per_pass": case.block[0] * case.block[1],
@@ -241,7 +262,7 @@ def _compile(cases, wanted, depths, workers, progress):
   out = {}
   for key, name in wanted:
     points = {d: done[key, name, d] for d in depths if (key, name, d) in done}
-    out[key, name] = _at_depth(cases[key], name, points, full)
+    out[key, name] = at_depth(cases[key], name, points, full)
   return out
 
 
@@ -252,8 +273,16 @@ def compile_one(case: Case, name: str) -> Compiled:
   return deviceless.compile_program(function, args, kwargs, case.spec)
 
 
-def _at_depth(case, name, points: Mapping[int, Compiled], depth) -> Measured:
-  """A straight line through what was compiled, at `depth`."""
+def at_depth(case: Case, name: str, points: Mapping[int, Compiled],
+             depth: int) -> Measured:
+  """A straight line through what was compiled, at `depth`.
+
+  Args:
+    case: at full depth.
+    name: of the program.
+    points: by number of layers.
+    depth: number of layers asked for.
+  """
   (low, first), *rest = sorted(points.items())
   high, last = rest[-1] if rest else (low + 1, first)
 
@@ -277,11 +306,16 @@ def _at_depth(case, name, points: Mapping[int, Compiled], depth) -> Measured:
 
 
 def input_bytes(case: Case, name: str) -> int:
-  """Of arrays from the host, which programs split by the batch."""
+  """Of arrays that come from the host: tokens, positions and such, whole.
+
+  Patches are a buffer of the plan.
+  """
+  if name == "vision":
+    return 0
   _, args, kwargs = Programs(dataclasses.replace(case, depth=1)).program(name)
-  leaves = [a for a in jax.tree.leaves((args, kwargs))
-            if isinstance(a, jax.ShapeDtypeStruct) and a.sharding is None]
-  return tree_bytes(leaves) // case.parts
+  return whole_bytes([
+      a for a in jax.tree.leaves((args, kwargs))
+      if isinstance(a, jax.ShapeDtypeStruct) and a.sharding is None])
 
 
 # -- the result ---------------------------------------------------------------
@@ -298,18 +332,18 @@ def _how(case: Case, depths, compiled: bool) -> str:
           "layer by layer")
 
 
-def _schedule(phases, seconds, budget, pool) -> dict[str, Any]:
-  if phases is None:
-    return {"peak_bytes": None, "fits": False, "phases": [],
+def _schedule(found: Planned | None, seconds, budget) -> dict[str, Any]:
+  if not found:
+    return {"peak_bytes": None, "fits": False, "phases": [], "away": [],
             "step_seconds": None, "seconds": {},
             "why": "the mesh does not divide into two pools"}
-  peak = peak_of(phases)
-  return {"peak_bytes": peak, "fits": peak <= budget,
-          "phases": [phase.to_dict() for phase in phases],
+  return {"peak_bytes": found.peak_bytes, "fits": found.peak_bytes <= budget,
+          "phases": [phase.to_dict() for phase in found.phases],
+          "away": list(found.away),
           "step_seconds": sum(seconds.values()), "seconds": seconds}
 
 
-def _forecast(case, times, seconds) -> dict[str, Any]:
+def _forecast(case, times, seconds, efficiency) -> dict[str, Any]:
   total = {name: sum(parts.values()) for name, parts in seconds.items()}
   return {
       "stages": {name: dataclasses.asdict(t) | {"total": t.total}
@@ -318,7 +352,7 @@ def _forecast(case, times, seconds) -> dict[str, Any]:
       "speedups": {name: total[name] / total["rollplex"] for name in total
                    if name not in ("rollplex", "naive")},
       "window_hides": roofline.hidden_share(case, times),
-      "efficiency": dataclasses.asdict(roofline.Efficiency())}
+      "efficiency": dataclasses.asdict(efficiency)}
 
 
 def _program(m: Measured) -> dict[str, Any]:

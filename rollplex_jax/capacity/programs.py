@@ -6,6 +6,7 @@ same trees of which the planner adds up the bytes of a phase.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from rollplex_jax import programs
-from rollplex_jax.capacity_case import Case
+from rollplex_jax.capacity.case import Case
 from rollplex_jax.data.batching import bucket
 from rollplex_jax.models import vlm
 from rollplex_jax.models.inputs import PromptInputs, VisionInputs
@@ -31,6 +32,8 @@ from rollplex_jax.stages.sampling import SamplingConfig
 
 _COMPUTE = jnp.bfloat16
 _TEMPERATURE = 1.0
+# Layers are recomputed in backward passes, and entropy is measured.
+_REMAT_ENTROPY = (True, True)
 
 
 @functools.cache
@@ -178,9 +181,9 @@ class Programs:
         frame_index=make(jnp.int32, round_up(frames), round_up(h * w)),
         frame_slot=make(jnp.int32, n))
 
-  def artifacts(self):
-    """What the decode window writes, as it lies there."""
-    c, place = self.case, self.rollout
+  def artifacts(self, place: Placement | None):
+    """What the decode window writes."""
+    c = self.case
     policy = reference = None
     if c.prefix_source == PrefixSource.WINDOW:
       policy = prefix_units.Buffers(
@@ -240,20 +243,22 @@ class Programs:
     ), dict(place=self.rollout)
 
   def _window(self):
-    artifacts = self.artifacts()
-    if artifacts.policy is None and artifacts.reference is None:
-      return self._decode()
-    features = self.features(self.rollout)
+    artifacts, features = self.artifacts(self.rollout), self.features(
+        self.rollout)
     unit = window_lib.UnitShape.of_tokens(self.case.window_chunk, self._p)
+    on_gpu = self.case.spec.kind == "cuda"
+    if on_gpu:  # As the executor has it there.
+      unit = dataclasses.replace(unit, key_extents=1)
     return programs.decode_window, (
         self.rollout_weights,
         self.rollout_weights if self.case.has_reference else None,
-        self.config, self.sampling, window_lib.WindowConfig(unit=unit),
+        self.config, self.sampling,
+        window_lib.WindowConfig(unit=unit, streams=on_gpu),
         self.prompts(self._b), self.kv(self._b, self.rollout), features,
         features, self._keys(), artifacts), dict(place=self.rollout)
 
   def _reshard(self):
-    return programs.reshard_artifacts, (self.artifacts(),), dict(
+    return programs.reshard_artifacts, (self.artifacts(self.rollout),), dict(
         place=self.training)
 
   def _score(self):
@@ -276,7 +281,7 @@ class Programs:
         {"text": self.weights["text"]}, {"visual": self.weights.get("visual")},
         self.grads["text"], self.kv_grads(), None, self.config, self.objective,
         self.prompts(self._block[0]), whole, self._rows(), self._responses(),
-        *self._targets(self._block), _TEMPERATURE, True, False,
+        *self._targets(self._block), _TEMPERATURE, *_REMAT_ENTROPY,
     ), dict(place=self.training)
 
   def _gradient_full(self):
@@ -285,7 +290,7 @@ class Programs:
         {"text": self.weights["text"]}, {"visual": self.weights.get("visual")},
         self.grads, self.config, self.objective, self.prompts(block[0]),
         self.features(self.training), None, self._responses(block),
-        *self._targets(block), _TEMPERATURE, True, False,
+        *self._targets(block), _TEMPERATURE, *_REMAT_ENTROPY,
     ), dict(place=self.training)
 
   def _prefix_backward(self):
@@ -354,8 +359,9 @@ class Programs:
     return jax.sharding.SingleDeviceSharding(self.case.devices[0])
 
   def _weights(self, place: Placement | None, dtype):
-    return self._tree(self.declared, dtype,
-                      place and place.storage(self.declared))
+    return self._tree(self.declared, dtype, place and {
+        part: place.weights(tree, "vision" if part == "visual" else part)
+        for part, tree in self.declared.items()})
 
   def _tree(self, declared, dtype, shardings):
     if shardings is None:
@@ -368,13 +374,18 @@ class Programs:
 
 def tree_bytes(tree: Any) -> int:
   """Bytes of a tree of shapes on one device."""
-  total = 0
-  for leaf in jax.tree.leaves(tree):
-    shape = leaf.shape
-    if leaf.sharding is not None:
-      shape = leaf.sharding.shard_shape(shape)
-    itemsize = 8 if jax.dtypes.issubdtype(
-        leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
-    total += int(np.prod(shape, dtype=np.int64)) * itemsize
-  return total
+  return sum(_bytes(a, a.shape if a.sharding is None
+                    else a.sharding.shard_shape(a.shape))
+             for a in jax.tree.leaves(tree))
 
+
+def whole_bytes(tree: Any) -> int:
+  """Bytes of a tree of shapes, wherever they are."""
+  return sum(_bytes(a, a.shape) for a in jax.tree.leaves(tree))
+
+
+def _bytes(leaf: Any, shape: tuple[int, ...]) -> int:
+  # A key is two words.
+  size = 8 if jax.dtypes.issubdtype(
+      leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+  return int(np.prod(shape, dtype=np.int64)) * size

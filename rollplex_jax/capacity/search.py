@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import dataclasses
 from typing import Any
 
-from rollplex_jax import capacity
-from rollplex_jax.capacity_case import Case
+from rollplex_jax.capacity import plan as plan_lib
+from rollplex_jax.capacity.case import Case
 from rollplex_jax.errors import InputError
 from rollplex_jax.placement.mesh import MeshConfig
 from rollplex_jax.schedule import PrefixSource
@@ -50,14 +50,14 @@ def candidates(case: Case) -> Iterator[Case]:
 
 
 def search(case: Case, *, best: int, compiled: bool, depths, workers: int,
-           memory_fraction: float,
+           memory_fraction: float, budget: int,
            progress: Callable = lambda items: items) -> dict[str, Any]:
   """Ranks what fits by the forecast of a rollplex step.
 
   Args:
     case: whose model, devices and workload are kept.
     best: how many to compile.
-    compiled, depths, workers, memory_fraction: as of `capacity.make_plan`.
+    compiled, depths, workers, memory_fraction, budget: as of `make_plan`.
     progress: wraps the iteration over candidates.
 
   Returns:
@@ -68,7 +68,7 @@ def search(case: Case, *, best: int, compiled: bool, depths, workers: int,
     InputError: if no mesh suits the model and the workload.
   """
   settings = dict(depths=depths, workers=workers,
-                  memory_fraction=memory_fraction)
+                  memory_fraction=memory_fraction, budget=budget)
   found = list(candidates(case))
   if not found:
     raise InputError(
@@ -76,7 +76,7 @@ def search(case: Case, *, best: int, compiled: bool, depths, workers: int,
         f"the {case.workload.num_prompts} prompts")
   estimates = []
   for candidate in progress(found):
-    plan = capacity.make_plan(candidate, compiled=False, **settings)
+    plan = plan_lib.make_plan(candidate, compiled=False, **settings)
     estimates.append((candidate, _entry(plan)))
   fitting = sorted((pair for pair in estimates if pair[1]["fits"]),
                    key=lambda pair: pair[1]["step_seconds"])
@@ -86,7 +86,7 @@ def search(case: Case, *, best: int, compiled: bool, depths, workers: int,
   ranked, plans = [], []
   if compiled:
     for candidate, _ in fitting[:best]:
-      plan = capacity.make_plan(candidate, compiled=True, **settings)
+      plan = plan_lib.make_plan(candidate, compiled=True, **settings)
       plans.append(plan)
       ranked.append(_entry(plan))
     order = sorted(range(len(ranked)), key=lambda i: (
@@ -95,7 +95,7 @@ def search(case: Case, *, best: int, compiled: bool, depths, workers: int,
     ranked = [entry for entry in ranked if entry["fits"]]
     fitting = fitting[best:]
   else:
-    plans = [capacity.make_plan(fitting[0][0], compiled=False, **settings)]
+    plans = [plan_lib.make_plan(fitting[0][0], compiled=False, **settings)]
   ranked += [entry for _, entry in fitting[:_SHOWN]]
   return {"ranked": ranked, "plan": plans[0], "closest": smallest}
 
@@ -103,5 +103,6 @@ def search(case: Case, *, best: int, compiled: bool, depths, workers: int,
 def _entry(plan: dict[str, Any]) -> dict[str, Any]:
   own = plan["schedules"]["rollplex"]
   return {"case": plan["case"], "how": plan["how"].split(" ")[0].rstrip(":"),
-          "away": plan["away"], **{
-              key: own[key] for key in ("peak_bytes", "fits", "step_seconds")}}
+          **{
+              key: own[key] for key in (
+                  "away", "peak_bytes", "fits", "step_seconds")}}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rollplex_jax.capacity_case import Case
+from rollplex_jax.capacity.case import Case
 from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import num_parameters

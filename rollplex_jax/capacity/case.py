@@ -7,8 +7,8 @@ import functools
 
 import jax
 
-from rollplex_jax import deviceless
-from rollplex_jax.capacity_devices import DeviceSpec, device_of
+from rollplex_jax.capacity import deviceless
+from rollplex_jax.capacity.devices import DeviceSpec, device_of
 from rollplex_jax.data.batching import bucket
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import vlm
