@@ -292,6 +292,7 @@ def _phases(plan: ResidencyPlan, pool: Lane | None) -> Iterator[Phase]:
         continue
       label = {Lane.ROLLOUT: "sampler", Lane.TRAINING: "trainer"}[pool] + (
           f", {label}")
+    label = label.removesuffix(":rollout")  # Its weights, laid out for it.
     bytes_ = dict.fromkeys(KINDS, 0)
     for name, size in plan.during(phase).items():
       bytes_[_kind(name, pool)] += size
