@@ -1,15 +1,19 @@
-"""Temporaries of each program, estimated from shapes.
+"""Temporaries and collectives of each program, estimated from shapes.
 
 What a compiler keeps at once is known only from compiled programs. These
-formulas name the arrays that were seen to make up their peaks; a test compares
-them with compiled programs at a stated margin. Arguments and outputs are not
-estimated: their bytes follow from their shardings.
+formulas name the arrays that were seen to make up their peaks, and the sums and
+gathers that were seen; a test compares them with compiled programs at a stated
+margin. Arguments and outputs are not estimated: their bytes follow from their
+shardings.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rollplex_jax.capacity.case import Case
 from rollplex_jax.capacity.costs import causal_pairs
+from rollplex_jax.capacity.deviceless import Collective
 from rollplex_jax.capacity.memory import Need, buffers_of
 from rollplex_jax.capacity.programs import Programs, tree_bytes
 
@@ -130,3 +134,78 @@ class _Shapes:
     length = self.p + self.r
     return (self._full_scores() + 2 * length * self.d * self.layers
             + 6 * length * self.mlp / self.tp + self._new_gradients())
+
+
+# Sums over a layer's activations: attention and MLP, forward; with the backward
+# pass, and the forward pass again before it, as was seen in compiled programs.
+_SUMS_FORWARD, _SUMS_BACKWARD = 2, 5
+
+
+def collectives_of(case: Case, program: str) -> list[Collective]:
+  """An estimate of a program's collectives, of one run."""
+  if case.num_devices == 1:
+    return []
+  return [c for c in _collectives(case, program) if c.group > 1 and c.bytes]
+
+
+def _collectives(case: Case, program: str) -> Iterator[Collective]:
+  mesh, have, w = case.mesh, buffers_of(case), case.workload
+  size, layers = mesh.shape.size, case.model.text.num_hidden_layers
+  width = 2 * case.model.text.hidden_size
+  spans_hosts = size > case.spec.devices_per_host
+  prompts, samples = case.block
+
+  def sums(tokens, tp, times, loop=None, width=width, layers=layers):
+    """Of activations, over tensor parallelism."""
+    count = times * layers
+    return Collective(
+        kind="all-reduce", bytes=int(count * tokens * tp / size * width),
+        count=count, group=tp, far=False, loop=loop)
+
+  def weights(times, loop=None):
+    """Gathered where they are used, layer by layer."""
+    for group, whole, part in (
+        (mesh.fsdp, have.text * mesh.fsdp, have.text),
+        (mesh.rollout_tp // mesh.training_tp if case.storage == "finer" else 1,
+         have.text * mesh.rollout_tp // mesh.training_tp, have.text)):
+      if group > 1 and part:
+        yield Collective(
+            kind="all-gather", bytes=times * whole, count=times * layers,
+            group=group, loop=loop,
+            far=group == mesh.fsdp
+            and group * mesh.training_tp > case.spec.devices_per_host)
+
+  gradients = Collective(
+      kind="reduce-scatter", bytes=have.gradients, count=layers,
+      group=size // mesh.training_tp, far=spans_hosts)
+  same = mesh.training_tp == mesh.rollout_tp
+  if program == "vision":
+    v, (t, h, wide) = case.model.vision, w.video
+    yield sums(w.num_prompts * t * h * wide, mesh.rollout_tp, _SUMS_FORWARD,
+               width=2 * v.hidden_size, layers=v.depth)
+  elif program in ("prefill", "plain_prefill"):
+    yield sums(w.num_prompts * case.length, mesh.rollout_tp, _SUMS_FORWARD)
+    yield from weights(1) if same else ()
+  elif program in ("decode", "window"):
+    yield sums(w.num_prompts * w.num_generations, mesh.rollout_tp,
+               _SUMS_FORWARD, loop=0)
+    yield from weights(1, loop=0) if same else ()
+  elif program == "score":
+    yield sums(prompts * samples * w.response_length, mesh.training_tp,
+               _SUMS_FORWARD)
+    yield from weights(1)
+  elif program == "score_full":
+    yield sums(case.parts * (case.length + w.response_length),
+               mesh.training_tp, _SUMS_FORWARD)
+    yield from weights(1)
+  elif program in ("gradient", "prefix_backward", "gradient_full"):
+    tokens = {"gradient": prompts * samples * w.response_length,
+              "prefix_backward": prompts * case.length,
+              "gradient_full": case.parts * (case.length + w.response_length)}
+    yield sums(tokens[program], mesh.training_tp, _SUMS_BACKWARD)
+    yield from weights(3)
+    yield gradients
+  elif program == "compute_copy":
+    yield Collective(kind="all-gather", bytes=have.text, count=layers,
+                     group=max(size // mesh.training_tp // mesh.fsdp, 1),
+                     far=spans_hosts)

@@ -92,8 +92,9 @@ def make_plan(case: Case, *, depths: Sequence[int] | None = DEPTHS,
   if compiled:
     measured = _compile(cases, wanted, depths, workers, progress)
   else:
-    measured = {(key, name): Measured(estimate.need_of(cases[key], name), [])
-                for key, name in wanted}
+    measured = {(key, name): Measured(
+        estimate.need_of(cases[key], name),
+        estimate.collectives_of(cases[key], name)) for key, name in wanted}
   need = lambda key: lambda name: measured[key, name].need
   collectives = {name: m.collectives for (key, name), m in measured.items()
                  if key == "all"}
@@ -324,7 +325,7 @@ def input_bytes(case: Case, name: str) -> int:
 def _how(case: Case, depths, compiled: bool) -> str:
   layers = case.model.text.num_hidden_layers
   if not compiled:
-    return "estimate: temporaries from shapes, nothing compiled"
+    return "estimate: temporaries and collectives from shapes, nothing compiled"
   if depths is None or layers <= max(depths):
     return f"compiled at all {layers} layers"
   shown = " and ".join(map(str, sorted(depths)))

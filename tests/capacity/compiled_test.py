@@ -6,7 +6,7 @@ from absl.testing import absltest, parameterized
 import jax
 import pytest
 
-from rollplex_jax.capacity import deviceless, estimate, plan
+from rollplex_jax.capacity import deviceless, estimate, plan, roofline
 from rollplex_jax.capacity.case import Case, Workload
 from rollplex_jax.capacity.memory import buffers_of
 from rollplex_jax.capacity.programs import Programs, tree_bytes
@@ -67,6 +67,12 @@ class CompiledTest(parameterized.TestCase):
     # Estimates are within a half and a quarter of a GiB.
     self.assertLess(abs(guess - found.temp_bytes),
                     0.5 * found.temp_bytes + 0.25 * 2**30)
+    seconds = [roofline.collective_seconds(
+        [dataclasses.replace(c, loop=None) for c in items], self.case.spec,
+        roofline.Efficiency()) for items in (
+            estimate.collectives_of(self.case, name), found.collectives)]
+    # And those of collectives within a factor of two and 2 ms.
+    self.assertBetween(seconds[0], seconds[1] / 2 - 2e-3, 2 * seconds[1] + 2e-3)
 
 
 if __name__ == "__main__":

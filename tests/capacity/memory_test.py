@@ -94,6 +94,9 @@ class MemoryTest(parameterized.TestCase):
     window = phases(case, need=need)["rollout/window"]
     # The new ones lie where the caches of decoding were, and beyond.
     self.assertEqual(window.bytes["temporaries"], made - have.suffix_kv)
+    # Features stay as the rollout made them, in fewer parts than training's.
+    gradient = phases(case, need=need)["train/gradient"]
+    self.assertEqual(gradient.bytes["features"], 4 * 8 * 32 * 2 // 2)
 
   def test_what_waits_elsewhere(self):
     case, have = tiny(), Buffers(tiny())
@@ -113,6 +116,9 @@ class MemoryTest(parameterized.TestCase):
     self.assertEqual(gradient.bytes["reference"], 0)
     self.assertEqual(found["rollout/window"].bytes["reference"], have.reference)
     self.assertEqual(found["update"].bytes["optimizer"], have.optimizer)
+    # What is saved is for --save to say.
+    self.assertEqual(found["score/score:reference"].bytes["prefix"],
+                     have.kv + have.inputs)
 
   @parameterized.parameters(
       (SavePolicy.OFFLOAD, 0), (SavePolicy.NOTHING, 0),
@@ -164,6 +170,12 @@ class MemoryTest(parameterized.TestCase):
     self.assertEqual(gradient.bytes["optimizer"], have.optimizer)
     self.assertEqual(gradient.bytes["reference"], have.reference)
     self.assertEqual(gradient.bytes["kv"], 0)
+    # The sampler has weights as the rollout reads them, and no others.
+    other = half_of(tiny(mesh=MeshConfig(
+        data=2, training_tp=1, rollout_tp=2), prefix_source="window"))
+    decode = phases(other, "disaggregated")["sampler, rollout/decode"]
+    self.assertLess(decode.bytes["weights"], Buffers(other).weights)
+    self.assertEqual(decode.bytes["rebuilt"], 0)
     self.assertIsNone(half_of(tiny(
         num_devices=2, mesh=MeshConfig(training_tp=2, rollout_tp=2))))
 
