@@ -103,23 +103,19 @@ class _Shapes:
     return 4 * tokens * self.vocab / self.tp
 
   def gradient(self) -> float:
-    """Scores and their gradient, layer inputs, gradients before they are added.
-    """
+    """Scores and their gradient, and layer inputs."""
     b, g = self.case.block
     rows = b / self.parts * g * self.r
     return (2.5 * self._suffix_scores() + 2 * rows * self.d * self.layers
-            + self._new_gradients() + 2 * self._head(b * g / self.parts))
-
-  def _new_gradients(self) -> float:
-    """bfloat16, of the whole decoder, split like training's weights."""
-    return float(self.have.text)
+            + 2 * self._head(b * g / self.parts))
 
   def prefix_backward(self) -> float:
-    """Probabilities of a layer twice over, and new gradients."""
+    """Probabilities of a layer twice over, and new gradients in bfloat16, of
+    which about half wait at once to be summed over the batch's parts."""
     rows = self.case.block[0] / self.parts
     heads = self.heads / self.tp
     return (rows * (6 * heads * causal_pairs(self.p) + 12 * self.p * self.d
-                    + 6 * self.p * self.mlp / self.tp) + self._new_gradients())
+                    + 6 * self.p * self.mlp / self.tp) + self.have.text / 2)
 
   def score_full(self) -> float:
     """One sequence of each part."""
@@ -130,10 +126,10 @@ class _Shapes:
     return 6 * self.heads / self.tp * causal_pairs(length)
 
   def gradient_full(self) -> float:
-    """Besides, layer inputs of one sequence and new gradients."""
+    """Besides, layer inputs of one sequence."""
     length = self.p + self.r
     return (self._full_scores() + 2 * length * self.d * self.layers
-            + 6 * length * self.mlp / self.tp + self._new_gradients())
+            + 6 * length * self.mlp / self.tp)
 
 
 # Sums over a layer's activations: attention and MLP, forward; with the backward

@@ -1,11 +1,13 @@
 """`plan`: its JSON, its tables, and what it refuses."""
 
 import json
+import os
 import pathlib
 import tempfile
 from unittest import mock
 
 from absl.testing import absltest, parameterized
+import jax
 import pytest
 
 from rollplex_jax.capacity import deviceless
@@ -66,6 +68,24 @@ class PlanTest(parameterized.TestCase):
     # Two pools of half a device each there can't be.
     self.assertIsNone(plan["schedules"]["disaggregated"]["peak_bytes"])
 
+  def test_what_would_fit(self):
+    """That something does not fit is an answer, with others beside it."""
+    plan, out = self.plan(*_DEFAULT, "--estimate", "--budget_gb=45")
+    self.assertFalse(plan["schedules"]["rollplex"]["fits"])
+    self.assertEqual(plan["memory"]["budget_bytes"], 45e9)
+    near = {n["setting"].partition("=")[0]: n for n in plan["nearest"]}
+    self.assertContainsSubset(
+        ("--save", "--micro_batch_size", "--num_prompts"), near)
+    self.assertIn("more than the budget of 41.9 GiB. By estimate would fit: "
+                  "--save=offload", out)
+    # Which it does.
+    setting = near["--micro_batch_size"]["setting"]
+    other, _ = self.plan(*_DEFAULT, "--estimate", "--budget_gb=45", setting)
+    self.assertTrue(other["schedules"]["rollplex"]["fits"])
+    self.assertEqual(other["schedules"]["rollplex"]["peak_bytes"],
+                     near["--micro_batch_size"]["peak_bytes"])
+    self.assertEmpty(other["nearest"])
+
   def test_search(self):
     result, out = self.plan(
         "--model=qwen2.5-vl-3b", "--device=h100", "--num_devices=4",
@@ -81,11 +101,19 @@ class PlanTest(parameterized.TestCase):
   def test_compiled(self):
     config = tiny_policy.config().to_hf()
     (self.out / "config.json").write_text(json.dumps(config))
+    # Programs for absent devices go to no cache, nor to the user's home.
+    cache = self.out / "cache"
+    before = jax.config.jax_compilation_cache_dir
+    self.addCleanup(jax.config.update, "jax_compilation_cache_dir", before)
+    jax.config.update("jax_compilation_cache_dir", None)
+    self.enterContext(mock.patch.dict(os.environ, {"HOME": str(cache)}))
     plan, out = self.plan(
-        f"--model={self.out}", "--device=h800", "--num_devices=8",
+        f"--model={self.out}", f"--compilation_cache_dir={cache}",
+        "--device=h800", "--num_devices=8",
         "--num_prompts=8", "--prefix_length=64", "--response_length=8",
         "--video=2x4x4", "--training_tp=2", "--workers=1",
         "--window_chunk=16")
+    self.assertFalse(cache.exists())
     self.assertIn("compiled at all 2 layers", out)
     self.assertTrue(plan["schedules"]["rollplex"]["fits"])
     window = plan["programs"]["all/window"]
