@@ -213,15 +213,16 @@ class Sizes:
         (self.work.num_features, self.setup.config.text.hidden_size),
         dtype or self._dtype, rules.spec("batch", None), self._axes)
 
-  def patches(self) -> int:
+  def patches(self, *, rollout: bool = False) -> int:
     """The float32 patches of all features, which a vision unit is given."""
     vision = self.setup.config.vision
     if vision is None:
       return 0
+    rules = self.setup.rollout if rollout else self.setup.training
     return shard_bytes(
         (self.work.num_features * vision.spatial_merge_size ** 2,
          vision.patch_dim), jnp.float32,
-        self.setup.training.vision.spec("batch", None), self._axes)
+        rules.vision.spec("batch", None), self._axes)
 
   def completions(self) -> int:
     """int32 tokens and float32 log-probs [B, G, R]."""

@@ -269,7 +269,7 @@ def _inside(sizes: Sizes, phase: str, unit: Unit | None) -> list[Buffer]:
   if stage in (Stage.DECODE, Stage.WINDOW):
     found["rollout/cache"] = sizes.cache()
   if stage in (Stage.VISION, Stage.VISION_BACKWARD):
-    found["patches"] = sizes.patches()
+    found["patches"] = sizes.patches(rollout=unit.lane == Lane.ROLLOUT)
   if stage in sizes.setup.temporaries:
     found["temporaries"] = sizes.setup.temporaries[stage]
   return [Buffer(name=name, bytes_per_device=size, producer=phase,

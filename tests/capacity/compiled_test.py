@@ -12,6 +12,7 @@ from rollplex_jax.capacity.memory import buffers_of
 from rollplex_jax.capacity.programs import Programs, tree_bytes
 from rollplex_jax.models import published
 from rollplex_jax.placement.mesh import MeshConfig
+from tests.capacity.cases import tiny
 from tests.helpers import devices
 
 devices.use_virtual_devices()
@@ -73,6 +74,17 @@ class CompiledTest(parameterized.TestCase):
             estimate.collectives_of(self.case, name), found.collectives)]
     # And those of collectives within a factor of two and 2 ms.
     self.assertBetween(seconds[0], seconds[1] / 2 - 2e-3, 2 * seconds[1] + 2e-3)
+
+  def test_patches_are_split_like_the_rollouts_batch(self):
+    case = tiny(mesh=MeshConfig(data=2, training_tp=1, rollout_tp=2),
+                prefix_source="window", workload=Workload(
+                    num_prompts=4, prefix_length=1024, response_length=8,
+                    video=(16, 16, 16)))
+    found = plan.compile_one(case, "vision")
+    patches = buffers_of(case).sizes.patches(rollout=True)
+    tower = tree_bytes(Programs(case).weights["visual"])
+    # And the numbers of each patch's row, window and frame.
+    self.assertBetween(found.argument_bytes, patches, 1.5 * patches + tower)
 
 
 if __name__ == "__main__":

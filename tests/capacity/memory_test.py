@@ -94,7 +94,10 @@ class MemoryTest(parameterized.TestCase):
     window = phases(case, need=need)["rollout/window"]
     # The new ones lie where the caches of decoding were, and beyond.
     self.assertEqual(window.bytes["temporaries"], made - have.suffix_kv)
-    # Features stay as the rollout made them, in fewer parts than training's.
+    # Patches and features lie as the rollout has them, in fewer parts than
+    # training's: 32 patches a prompt, of float32.
+    vision = phases(case, need=need)["rollout/vision"]
+    self.assertEqual(vision.bytes["inputs"], 4 * 32 * case.model.vision.patch_dim * 4 // 2)
     gradient = phases(case, need=need)["train/gradient"]
     self.assertEqual(gradient.bytes["features"], 4 * 8 * 32 * 2 // 2)
 
