@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import multiprocessing
+import os
 from typing import Any
 
 import jax
@@ -98,8 +99,7 @@ def make_plan(case: Case, *, depths: Sequence[int] | None = DEPTHS,
   need = lambda key: lambda name: measured[key, name].need
   collectives = {name: m.collectives for (key, name), m in measured.items()
                  if key == "all"}
-  if not budget:
-    budget = int(case.spec.memory_bytes * memory_fraction)
+  budget = budget_of(case, memory_fraction, budget)
   planned = {
       "rollplex": phases_of(case, "rollplex", need("all"), budget),
       "serial": phases_of(case, "serial", need("all"), budget),
@@ -151,7 +151,7 @@ def nearest(case: Case, peak: int, budget: int) -> Iterator[dict[str, Any]]:
     "setting" and its "peak_bytes", to which what the case's own estimate is
     off by is added.
   """
-  own = estimated_peak(case, budget)
+  own = estimated_step(case, budget)["peak_bytes"]
   for options in _neighbors(case):
     for setting, changes in options:
       other = dataclasses.replace(case, **changes)
@@ -159,16 +159,31 @@ def nearest(case: Case, peak: int, budget: int) -> Iterator[dict[str, Any]]:
         other.check()
       except InputError:
         continue
-      found = estimated_peak(other, budget) + max(peak - own, 0)
+      found = estimated_step(other, budget)["peak_bytes"]
+      found += max(peak - own, 0)
       if found <= budget:
         yield {"setting": setting, "peak_bytes": found}
         break
 
 
-def estimated_peak(case: Case, budget: int) -> int:
-  """Bytes of a rollplex step, nothing compiled."""
-  return phases_of(case, "rollplex", lambda name: estimate.need_of(case, name),
-                   budget).peak_bytes
+def budget_of(case: Case, memory_fraction: float, budget: int = 0) -> int:
+  """Bytes of a device that may be used: those given, or a share of all."""
+  return budget or int(case.spec.memory_bytes * memory_fraction)
+
+
+def estimated_step(case: Case, budget: int) -> dict[str, Any]:
+  """A rollplex step by estimate, nothing compiled: as an entry of a search."""
+  found = phases_of(
+      case, "rollplex", lambda name: estimate.need_of(case, name), budget)
+  efficiency = roofline.Efficiency()
+  collectives = {name: estimate.collectives_of(case, name)
+                 for name in wanted_programs(case)}
+  seconds = roofline.step_seconds(
+      case, roofline.stage_times(case, collectives, efficiency), "rollplex",
+      roofline.host_seconds(case, found.away, efficiency))
+  return {"case": describe(case), "how": "estimate", "away": list(found.away),
+          "peak_bytes": found.peak_bytes, "fits": found.peak_bytes <= budget,
+          "step_seconds": sum(seconds.values())}
 
 
 def _neighbors(case: Case) -> Iterator[list[tuple[str, dict[str, Any]]]]:
@@ -249,6 +264,8 @@ def _compile(cases, wanted, depths, workers, progress):
     for key, name, depth in progress(jobs):
       done[key, name, depth] = compile_one(run(key, depth), name)
   else:
+    # XLA tells at length what it would rather not have done.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # Compilers started by a fork of a process that runs jax may hang.
     with concurrent.futures.ProcessPoolExecutor(
         workers, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -74,10 +74,9 @@ def search(case: Case, *, best: int, compiled: bool, depths, workers: int,
     raise InputError(
         f"num_devices={case.num_devices}: no mesh divides the model's heads and "
         f"the {case.workload.num_prompts} prompts")
-  estimates = []
-  for candidate in progress(found):
-    plan = plan_lib.make_plan(candidate, compiled=False, **settings)
-    estimates.append((candidate, _entry(plan)))
+  estimates = [(candidate, plan_lib.estimated_step(
+      candidate, plan_lib.budget_of(case, memory_fraction, budget)))
+               for candidate in progress(found)]
   fitting = sorted((pair for pair in estimates if pair[1]["fits"]),
                    key=lambda pair: pair[1]["step_seconds"])
   smallest = min(entry["peak_bytes"] for _, entry in estimates)
@@ -102,7 +101,5 @@ def search(case: Case, *, best: int, compiled: bool, depths, workers: int,
 
 def _entry(plan: dict[str, Any]) -> dict[str, Any]:
   own = plan["schedules"]["rollplex"]
-  return {"case": plan["case"], "how": plan["how"].split(" ")[0].rstrip(":"),
-          **{
-              key: own[key] for key in (
-                  "away", "peak_bytes", "fits", "step_seconds")}}
+  return {"case": plan["case"], "how": "compiled", **{
+      key: own[key] for key in ("away", "peak_bytes", "fits", "step_seconds")}}
