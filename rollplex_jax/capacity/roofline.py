@@ -144,6 +144,8 @@ def stage_times(case: Case, collectives: Mapping[str, list[Collective]],
     out[f"{model}_units"] = dataclasses.replace(
         out["prefill"],
         memory=time("none", activations(prefix_tokens) + own).memory)
+  if case.mesh.training_tp != case.mesh.rollout_tp:
+    out["reshard"] = time("reshard", 0)
   if have.rebuilt:
     moved = Collective(kind="all-gather", bytes=have.rebuilt,
                        count=sizes.layers, group=2, far=False)
@@ -190,7 +192,7 @@ def step_seconds(case: Case, times: Mapping[str, StageTime], schedule: str,
   rebuild = at("rebuild")
   if schedule == "rollplex":
     return {"rollout": at("vision") + at("prefill") + rebuild * (1 + reference),
-            **window(case, times),
+            **window(case, times), "reshard": at("reshard"),
             "scoring": reference * at("score"),
             "gradient": at("gradient") + at("prefix_backward"), **tail}
   out = {"rollout": at("vision") + at("prefill") + rebuild,

@@ -70,20 +70,20 @@ class PlanTest(parameterized.TestCase):
 
   def test_what_would_fit(self):
     """That something does not fit is an answer, with others beside it."""
-    plan, out = self.plan(*_DEFAULT, "--estimate", "--budget_gb=45")
+    plan, out = self.plan(*_DEFAULT, "--estimate", "--budget_gb=40")
     self.assertFalse(plan["schedules"]["rollplex"]["fits"])
-    self.assertEqual(plan["memory"]["budget_bytes"], 45e9)
+    self.assertEqual(plan["memory"]["budget_bytes"], 40e9)
     near = {n["setting"].partition("=")[0]: n for n in plan["nearest"]}
     self.assertContainsSubset(
-        ("--save", "--micro_batch_size", "--num_prompts"), near)
-    self.assertIn("more than the budget of 41.9 GiB. By estimate would fit: "
+        ("--save", "--num_prompts", "--fsdp"), near)
+    self.assertIn("more than the budget of 37.3 GiB. By estimate would fit: "
                   "--save=offload", out)
     # Which it does.
-    setting = near["--micro_batch_size"]["setting"]
-    other, _ = self.plan(*_DEFAULT, "--estimate", "--budget_gb=45", setting)
+    setting = near["--num_prompts"]["setting"]
+    other, _ = self.plan(*_DEFAULT, "--estimate", "--budget_gb=40", setting)
     self.assertTrue(other["schedules"]["rollplex"]["fits"])
     self.assertEqual(other["schedules"]["rollplex"]["peak_bytes"],
-                     near["--micro_batch_size"]["peak_bytes"])
+                     near["--num_prompts"]["peak_bytes"])
     self.assertEmpty(other["nearest"])
 
   def test_search(self):
