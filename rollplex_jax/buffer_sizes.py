@@ -24,7 +24,6 @@ from rollplex_jax.placement.sharding import (
   fully_sharded,
 )
 from rollplex_jax.samples import Groups, micro_batches
-from rollplex_jax.schedule import Stage
 from rollplex_jax.stages.prefix import SavePolicy
 
 _FSDP = Rules(batch=("data", "fsdp"), embed=("fsdp",))
@@ -102,8 +101,8 @@ class Setup:
     storage: how the decoder's weights lie, if not as training has them.
     rebuilt_bytes: per device, of weights that the rollout needs in a layout
       that no view of the training's gives.
-    temporaries: stage -> bytes per device that its program takes beside its
-      arguments and results, where they are known.
+    temporaries: stage, or "update" -> bytes per device that its program takes
+      beside its arguments and results, where they are known.
   """
 
   config: ModelConfig
@@ -113,7 +112,7 @@ class Setup:
   rollout: StageRules = dataclasses.field(default_factory=StageRules)
   storage: StageRules | None = None
   rebuilt_bytes: int = 0
-  temporaries: Mapping[Stage, int] = dataclasses.field(default_factory=dict)
+  temporaries: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class Sizes:
@@ -215,15 +214,16 @@ class Sizes:
         (self.work.num_features, self.setup.config.text.hidden_size),
         dtype or self._dtype, rules.spec("batch", None), self._axes)
 
-  def patches(self) -> int:
+  def patches(self, *, rollout: bool = False) -> int:
     """The float32 patches of all features, which a vision unit is given."""
     vision = self.setup.config.vision
     if vision is None:
       return 0
+    rules = self.setup.rollout if rollout else self.setup.training
     return shard_bytes(
         (self.work.num_features * vision.spatial_merge_size ** 2,
          vision.patch_dim), jnp.float32,
-        self.setup.training.vision.spec("batch", None), self._axes)
+        rules.vision.spec("batch", None), self._axes)
 
   def completions(self) -> int:
     """int32 tokens and float32 log-probs [B, G, R]."""

@@ -121,7 +121,7 @@ def buffers(setup: Setup, config: ScheduleConfig, facts: Facts,
     held = _weights(sizes, trained, facts, mine)
   within = [b for life in _lives(mine) for b in _artifact(
       sizes, config, *life)]
-  within += [b for phase, unit, *_ in mine if unit is not None
+  within += [b for phase, unit, *_ in mine
              for b in _inside(sizes, phase, unit)]
   return [b for b in (*held, *within) if b.bytes_per_device]
 
@@ -190,10 +190,14 @@ def _weights(sizes: Sizes, trained: tuple[str, ...], facts: Facts,
                       bytes_per_device=sizes.weights("visual")))
   last = [phase for phase, unit, *_ in spots
           if unit is not None and unit.stage in (Stage.DECODE, Stage.WINDOW)]
+  # A reference whose prefixes the window computes is rebuilt as well.
+  rebuilds = [("rollout/weights", "rebuild"), *(
+      ("reference/rebuilt", phase) for phase, _, _, writes in spots
+      if "reference/weights" in writes)]
   if sizes.setup.rebuilt_bytes and last:
-    out.append(Buffer(
-        name="rollout/weights", bytes_per_device=sizes.setup.rebuilt_bytes,
-        producer="rebuild", last_consumer=last[-1]))
+    out += [Buffer(
+        name=name, bytes_per_device=sizes.setup.rebuilt_bytes, producer=phase,
+        last_consumer=last[-1]) for name, phase in rebuilds]
   return out
 
 
@@ -222,7 +226,9 @@ def _artifact(sizes: Sizes, config: ScheduleConfig, name: str,
   size = {
       "kv": lambda: sizes.kv(rows, rollout=rollout),
       "kv_grads": lambda: sizes.kv(rows, dtype=jnp.float32),
-      "features": lambda: sizes.features(rollout=rollout),
+      # They stay as the rollout has made them.
+      "features": lambda: sizes.features(
+          rollout=life[0][0].startswith("rollout/")),
       "feature_grads": lambda: sizes.features(dtype=jnp.float32),
       "completions": sizes.completions,
       "grads": sizes.gradients,
@@ -256,15 +262,16 @@ def _saved(sizes: Sizes, config: ScheduleConfig, facts: dict,
   return [dataclasses.replace(choices[0], fallbacks=tuple(choices[1:]))]
 
 
-def _inside(sizes: Sizes, phase: str, unit: Unit) -> list[Buffer]:
+def _inside(sizes: Sizes, phase: str, unit: Unit | None) -> list[Buffer]:
   """What lives in one phase only, inside its program."""
   found = {}
-  if unit.stage in (Stage.DECODE, Stage.WINDOW):
+  stage = phase.rstrip("0123456789") if unit is None else unit.stage
+  if stage in (Stage.DECODE, Stage.WINDOW):
     found["rollout/cache"] = sizes.cache()
-  if unit.stage in (Stage.VISION, Stage.VISION_BACKWARD):
-    found["patches"] = sizes.patches()
-  if unit.stage in sizes.setup.temporaries:
-    found["temporaries"] = sizes.setup.temporaries[unit.stage]
+  if stage in (Stage.VISION, Stage.VISION_BACKWARD):
+    found["patches"] = sizes.patches(rollout=unit.lane == Lane.ROLLOUT)
+  if stage in sizes.setup.temporaries:
+    found["temporaries"] = sizes.setup.temporaries[stage]
   return [Buffer(name=name, bytes_per_device=size, producer=phase,
                  last_consumer=phase) for name, size in found.items()]
 
