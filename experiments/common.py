@@ -20,6 +20,7 @@ import tqdm
 from legolm_jax import errors as legolm_errors
 from rollplex_jax.errors import InputError
 from rollplex_jax.metrics import write_json
+from rollplex_jax.placement.residency import BudgetError
 
 _JSON = flags.DEFINE_string(
     "json", None, "File for the result, as one JSON object.")
@@ -52,6 +53,9 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
       result = main()
       if _JSON.value and result is not None:
         write_json(_JSON.value, result)
+    except BudgetError as error:
+      print(error.report().partition("\n")[2], file=sys.stderr)
+      fail(error)
     except (InputError, legolm_errors.InputError) as error:
       fail(error)
     except OSError as error:  # A disk that is full, a folder without access.

@@ -109,8 +109,8 @@ def ranking(result: Mapping[str, Any]) -> Table:
   for entry in result["ranked"]:
     mesh = entry["case"]["mesh"]
     out.add_row(
-        " ".join(f"{k}={v}" for k, v in mesh.items()), entry["case"]["storage"],
-        entry["case"]["save"], entry["case"]["prefix_source"],
+        " ".join(f"{k}={v}" for k, v in mesh.items() if k != "storage"),
+        mesh["storage"], entry["case"]["save"], entry["case"]["prefix_source"],
         _gib(entry["peak_bytes"]), f"{entry['step_seconds']:.1f}", entry["how"])
   if not result["ranked"]:
     out.caption = f"nothing fits; the closest needs {_gib(result['closest'])} GiB"

@@ -45,7 +45,7 @@ SCHEDULES = {
     "disaggregated_unshared": ScheduleConfig(
         name="disaggregated", share_prefix=False),
     "disaggregated_shared": ScheduleConfig(name="disaggregated", save=_SAVE),
-    "rollplex": ScheduleConfig(name="rollplex", save=_SAVE, window_chunk=512),
+    "rollplex": ScheduleConfig(name="rollplex", save=_SAVE, window_chunk=272),
 }
 _ROUND = 64
 

@@ -149,10 +149,11 @@ class Sizes:
   def optimizer(self) -> int:
     """Moments, and master weights that aren't the compute parameters."""
     total = 0
-    for rules, w in self._leaves(self._trained):
+    stored = self._leaves(self._trained, self.setup.storage)
+    for (rules, w), (own, _) in zip(self._leaves(self._trained), stored):
       shared = self._dtype == jnp.float32 and (
-          self.setup.mesh.size == 1 or (self.setup.storage is None
-          and rules.spec(*w.axes) == self._full_spec(rules, w)))
+          self.setup.mesh.size == 1
+          or own.spec(*w.axes) == self._full_spec(rules, w))
       total += self._float32(rules, w) * (_MOMENTS + (not shared))
     return total
 

@@ -20,6 +20,7 @@ from ml_collections import config_dict
 
 from rollplex_jax.errors import InputError
 from rollplex_jax.placement.mesh import MeshConfig
+from rollplex_jax.placement.residency import ResidencyConfig
 from rollplex_jax.schedule import PrefixSource, ScheduleConfig, ScheduleName
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
@@ -156,7 +157,8 @@ class TrainConfig:
 
   Attributes:
     algorithm: "rl" or "supervised".
-    policy, data, rollout, objective, optimizer, mesh, schedule: see there.
+    policy, data, rollout, objective, optimizer, mesh, schedule, residency: see
+      there.
     train_batch_size: prompts (supervised: rows) per step.
     gen_batch_size: prompts that are rolled out per step; those groups whose
       rewards are not all equal are trained on, up to train_batch_size (DAPO's
@@ -196,6 +198,8 @@ class TrainConfig:
   mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
   schedule: ScheduleConfig = dataclasses.field(
       default_factory=lambda: ScheduleConfig(name=ScheduleName.ROLLPLEX))
+  residency: ResidencyConfig = dataclasses.field(
+      default_factory=ResidencyConfig)
   train_batch_size: int = 8
   gen_batch_size: int = 0
   mini_batch_size: int = 0
@@ -231,6 +235,16 @@ class TrainConfig:
       raise InputError(
           f"mini_batch_size={self.mini_batch_size}: expected a divisor of "
           f"train_batch_size={self.train_batch_size}")
+    if self.residency != ResidencyConfig():
+      unplanned = (
+          "algorithm=supervised" if self.algorithm == Algorithm.SUPERVISED else
+          "schedule.name=disaggregated"
+          if self.schedule.name == ScheduleName.DISAGGREGATED else None)
+      if unplanned:
+        raise InputError(
+            f"residency.budget_gb={self.residency.budget_gb:g}, "
+            f"residency.check={self.residency.check} with {unplanned}: expected "
+            "neither, for only serial and rollplex steps are planned")
     if self.micro_batch_size > self.samples_per_update:
       raise InputError(
           f"micro_batch_size={self.micro_batch_size}: expected at most the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 from typing import Any
 
@@ -69,6 +69,18 @@ class Settings:
   rollout: Placement | None = None
 
 
+def facts_of(settings: Settings, batch: PromptBatch, *, has_reference: bool,
+             several_updates: bool) -> Facts:
+  """What the plans of a step depend on."""
+  training, rollout = settings.training, settings.rollout
+  return Facts(
+      has_media=batch.vision is not None, has_reference=has_reference,
+      trains_tower="visual" in settings.trained,
+      scores_policy=several_updates,
+      moves_weights=(training is not None
+                     and training.text.heads != rollout.text.heads))
+
+
 class Step:
   """One step: its prompts, its artefacts, and the stages run on them.
 
@@ -83,7 +95,8 @@ class Step:
                step: int, several_updates: bool = False,
                pools: Pools | None = None,
                layout: LayoutPlan | None = None,
-               timeline: Timeline | None = None):
+               timeline: Timeline | None = None,
+               watch: Callable[[str, Any], None] = lambda *_: None):
     """Nothing runs yet.
 
     Args:
@@ -98,6 +111,7 @@ class Step:
       layout: how the decoder's weights come to the rollout, if it does not
         read them as training does.
       timeline: records units if given.
+      watch: told of each large tree, by name, as it is made.
 
     Raises:
       InputError: if the prefix budget can't hold the step's prefixes.
@@ -109,12 +123,11 @@ class Step:
     self._timeline = timeline or Timeline("", enabled=False)
     self._pools = pools
     self._layout = layout
+    self._watch = watch
     self._keys = (seed, step, num_generations)
-    self.facts = Facts(
-        has_media=batch.vision is not None,
-        has_reference=reference is not None,
-        trains_tower="visual" in settings.trained,
-        scores_policy=several_updates, moves_weights=layout is not None)
+    self.facts = facts_of(
+        settings, batch, has_reference=reference is not None,
+        several_updates=several_updates)
     num_features = 0 if batch.vision is None else vlm.num_features(
         settings.config, batch.vision)
     fitted, self.fallback = prefix_budget.within_budget(
@@ -177,15 +190,27 @@ class Step:
     self._metrics = None
     self._grads = programs.zero_gradients(
         self._trained(), self.settings.config, place=self.settings.training)
+    # Every unit has to add to these in place.
+    self._watch("grads", dict(self._grads))
     self._groups = groups
     out = {"logprobs": np.zeros(groups.token_ids.shape, np.float32)}
     self._run(plan, self.store.names(), micro, out)
     grads, self._grads = self._grads, None
+    self._watch("grads", grads)
     return grads, self._metrics, out["logprobs"]
+
+  def release_policy(self) -> None:
+    """Lets go of parameters that are about to be updated."""
+    self.policy = None
 
   def update_policy(self, policy: Model) -> None:
     """Goes on with updated parameters; older artefacts become stale."""
     self.policy = policy
+
+  def keep_only(self, names: Iterable[str]) -> None:
+    """Drops the artefacts that nothing reads any more."""
+    for name in set(self.store.names()) - set(names):
+      self.store.drop(name)
 
   # -- running units ---------------------------------------------------------
 
@@ -250,6 +275,7 @@ class Step:
 
   def _put(self, name: str, value: Any) -> Any:
     self.store.put(name, value, self._version(name))
+    self._watch(name, value)
     return value
 
   def _features(self, unit: Unit):

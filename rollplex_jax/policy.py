@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 from rollplex_jax.artifacts import Model
 from rollplex_jax.models import hf, vlm
+from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
-from rollplex_jax.placement.layout import LayoutPlan, plan_layout
-from rollplex_jax.placement.mesh import MeshConfig, make_places
+from rollplex_jax.placement.layout import LayoutPlan
+from rollplex_jax.placement.mesh import Places
 from rollplex_jax.stages import update
 from rollplex_jax.stages.update import OptimizerConfig, TrainState
 
@@ -31,27 +32,29 @@ class Policy:
     places: rules of its stages on the run's mesh, or None on one device.
     layout: how its weights come to the rollout, or None if it reads them as
       training does.
-    state: master weights, moments and step counts.
+    state: master weights, moments and step counts; None while somebody else
+      holds them.
     frozen: compute parameters of the parts that do not learn.
     trained: compute parameters of the parts that do.
     version: updates so far.
   """
 
-  def __init__(self, path: str, *, mesh: MeshConfig, optimizer: OptimizerConfig,
-               dtype: str, freeze_vision_tower: bool):
+  def __init__(self, path: str, config: ModelConfig, places: Places | None, *,
+               optimizer: OptimizerConfig, dtype: str,
+               freeze_vision_tower: bool):
     """Loads a checkpoint onto the mesh.
 
     Raises:
-      InputError: naming the file, tensor or mesh axis that is wrong.
+      InputError: naming the file or tensor that is wrong.
     """
-    self.config = hf.load_config(path)
-    self.places = make_places(mesh, vlm.axis_sizes(self.config))
+    self.config = config
+    self.places = places
     self._dtype = jnp.dtype(dtype)
-    declared = vlm.weights(self.config)
+    declared = vlm.weights(config)
     master = storage = None
-    if self.places is not None:
-      master = self.places.training.master(declared)
-      storage = self.places.training.storage(declared)
+    if places is not None:
+      master = places.training.master(declared)
+      storage = places.compute_weights(declared)
     _, loaded = hf.load_checkpoint(
         path, jnp.float32, self.config, shardings=master)
     self.frozen: Params = {}
@@ -59,15 +62,15 @@ class Policy:
       frozen = {"visual": loaded.pop("visual")}
       self.frozen = _lay_out(_part(storage, frozen), self._dtype)(frozen)
     self._optimizer = update.make_optimizer(optimizer)
-    self.state: TrainState = update.create_state(loaded, self._optimizer)
+    self.state: TrainState | None = update.create_state(
+        loaded, self._optimizer)
+    if places is not None:
+      self.state = _replicate_scalars(self.state, places)
     self._storage = _part(storage, loaded)
     self.trained = self._compute_copy()
     self.version = 0
-    self.layout: LayoutPlan | None = None
-    if self.places is not None and self.places.differ:
-      self.layout = plan_layout(
-          declared["text"], self.places.training, self.places.rollout,
-          self._dtype)
+    self.layout: LayoutPlan | None = places and places.plan_layout(
+        declared["text"], self._dtype)
 
   @property
   def params(self) -> Params:
@@ -94,18 +97,49 @@ class Policy:
     """
     dtype = self._dtype if self._storage is None else jnp.float32
     # Weights of the old version go before those of the new one come.
-    self.trained = None
+    self._delete_trained()
     self.state, trained, metrics = update.apply_gradients(
         self.state, grads, self._optimizer, dtype)
+    # No result is as large as they are, so their donation was not carried out.
+    for a in jax.tree.leaves(grads):
+      a.delete()
     self.trained = (trained if self._storage is None else self._compute_copy())
     self.version += 1
     return metrics
+
+  def _delete_trained(self) -> None:
+    """Gives up the compute copies, but for those that are master weights."""
+    masters = set()
+    if self._dtype == jnp.float32:
+      masters = {pointer for a in jax.tree.leaves(self.state.params)
+                 for pointer in _pointers(a)}
+    for a in jax.tree.leaves(self.trained):
+      if masters.isdisjoint(_pointers(a)):
+        a.delete()
+    self.trained = None
 
   def _compute_copy(self) -> Params:
     """Master weights as training reads them."""
     if self._storage is None:
       return update.cast_params(self.state.params, self._dtype)
     return _lay_out(self._storage, self._dtype)(self.state.params)
+
+
+def _replicate_scalars(tree: Any, places: Places) -> Any:
+  """Counters, made on one device, on all of a mesh."""
+  everywhere = places.training.replicated
+
+  def spread(a):
+    if a.ndim:
+      return a
+    value = jax.device_get(a)
+    return jax.make_array_from_callback((), everywhere, lambda _: value)
+
+  return jax.tree.map(spread, tree)
+
+
+def _pointers(a: jax.Array) -> set[int]:
+  return {shard.data.unsafe_buffer_pointer() for shard in a.addressable_shards}
 
 
 def _part(shardings: Params | None, params: Params) -> Params | None:

@@ -13,6 +13,7 @@ is 4 and 5 on given responses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -26,6 +27,8 @@ import numpy as np
 
 from rollplex_jax import inference, reports
 from rollplex_jax import metrics as metrics_lib
+from rollplex_jax.artifacts import Model
+from rollplex_jax.buffer_sizes import Setup, Workload
 from rollplex_jax.config import (
   Algorithm,
   TrainConfig,
@@ -37,13 +40,16 @@ from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation, evaluate
-from rollplex_jax.executor import Settings, Step
+from rollplex_jax.executor import Settings, Step, facts_of
 from rollplex_jax.full_passes import supervised_gradient
-from rollplex_jax.models import hf, weights
+from rollplex_jax.models import hf, vlm, weights
 from rollplex_jax.models.weights import Params
+from rollplex_jax.placement.layout import How
+from rollplex_jax.placement.mesh import Places, make_places
 from rollplex_jax.placement.pools import Pools
 from rollplex_jax.policy import Policy
-from rollplex_jax.samples import Groups, make_batch
+from rollplex_jax.resident import Residency
+from rollplex_jax.samples import Groups, PromptBatch, make_batch
 from rollplex_jax.schedule import ScheduleName
 from rollplex_jax.stages import objectives, update
 from rollplex_jax.stages.rollout import Completions
@@ -96,17 +102,10 @@ class Trainer:
         config.data, self.processor, supervised=self.supervised)
     if len(self.task.train_rows) < 1:
       raise InputError("data: there are no rows to train on")
-    self.policy = Policy(
-        config.policy.path, mesh=config.mesh, optimizer=config.optimizer,
-        dtype=config.policy.compute_dtype,
-        freeze_vision_tower=config.policy.freeze_vision_tower)
-    self.model_config, places = self.policy.config, self.policy.places
+    self.model_config = hf.load_config(config.policy.path)
+    places = make_places(config.mesh, vlm.axis_sizes(self.model_config))
     self._parts = 1 if places is None else places.parts
     check_mesh(config, self._parts)
-    self.reference = None
-    if not self.supervised and config.objective.beta > 0:
-      # A copy: the first update donates the master weights.
-      self.reference = self.policy.copy()
     # dr_grpo divides by the rollout's length limit.
     self.objective = dataclasses.replace(
         config.objective,
@@ -122,14 +121,29 @@ class Trainer:
         config=self.model_config, schedule=config.schedule,
         sampling=self.sampling, objective=self.objective,
         micro_batch_size=config.micro_batch_size, remat=config.policy.remat,
-        with_entropy=config.with_entropy, trained=tuple(self.policy.trained),
+        with_entropy=config.with_entropy, trained=self._trained_parts(),
         training=places and places.training, rollout=places and places.rollout)
     self._pools = None
     if config.schedule.name == ScheduleName.DISAGGREGATED:
       self._pools = Pools(jax.local_devices())
     self._warned: set[str] = set()
+    self._residency = None
+    if not self.supervised and self._pools is None:
+      self._residency = self._plan_residency(places)
     self.skipped_rows = 0
     self.evaluations: list[tuple[int, Evaluation]] = []
+    self.policy = Policy(
+        config.policy.path, self.model_config, places,
+        optimizer=config.optimizer, dtype=config.policy.compute_dtype,
+        freeze_vision_tower=config.policy.freeze_vision_tower)
+    self._reference = None
+    if self._has_reference:
+      # A copy: the first update donates the master weights.
+      self._reference = self.policy.copy()
+    if self._residency is not None:
+      self._residency.hold(self.policy, self._reference)
+      # Its weights are where the plan of a phase has them.
+      self._reference = self._reference and Model({}, 0)
 
   @property
   def params(self) -> Params:
@@ -139,11 +153,63 @@ class Trainer:
   @property
   def state(self) -> update.TrainState:
     """Master weights and optimizer state."""
-    return self.policy.state
+    return self.policy.state or self._residency.state
+
+  @property
+  def reference(self) -> Model | None:
+    """The reference model, if there is one."""
+    if self._residency is None or self._reference is None:
+      return self._reference
+    return self._residency.reference
 
   @property
   def num_parameters(self) -> int:
     return weights.num_parameters(self.params)
+
+  @property
+  def _has_reference(self) -> bool:
+    return not self.supervised and self.config.objective.beta > 0
+
+  def _trained_parts(self) -> tuple[str, ...]:
+    has_tower = self.model_config.vision is not None
+    frozen = self.config.policy.freeze_vision_tower
+    return ("text", "visual") if has_tower and not frozen else ("text",)
+
+  def _plan_residency(self, places: Places | None) -> Residency:
+    """The plans of the run's steps. Refuses a budget before anything is loaded.
+    """
+    config = self.config
+    declared = vlm.weights(self.model_config)
+    layout = places and places.plan_layout(
+        declared["text"], config.policy.compute_dtype)
+    setup = Setup(
+        config=self.model_config, dtype=config.policy.compute_dtype,
+        mesh=config.mesh.shape, **({} if places is None else dict(
+            training=places.training, rollout=places.rollout,
+            storage=places.storage)),
+        rebuilt_bytes=layout.bytes_of(How.REBUILD) if layout else 0)
+    residency = Residency(config.residency, setup, Workload(
+        num_prompts=0, prompt_length=0, parts=self._parts,
+        num_generations=config.rollout.num_generations,
+        response_length=config.rollout.max_completion_length,
+        micro_batch_size=config.micro_batch_size,
+        prompts_per_update=config.prompts_per_update,
+        updates=config.updates_per_step))
+    if config.residency.budget_gb:
+      # Batches differ in length: this one stands for all, and each is planned
+      # again before it runs.
+      batch = self._batch(next(self._batches()))
+      facts = facts_of(
+          self.settings, batch, has_reference=self._has_reference,
+          several_updates=config.updates_per_step > 1)
+      residency.plan(batch, facts, self.settings.schedule)
+    return residency
+
+  def _phase(self, name: str, step: Step | None = None):
+    """A phase of the step under its residency plan, if there is one."""
+    if self._residency is None:
+      return contextlib.nullcontext()
+    return self._residency.phase(name, step)
 
   # -- the loop --------------------------------------------------------------
 
@@ -241,6 +307,8 @@ class Trainer:
         "tokens_per_second": tokens / max(train_seconds, 1e-9),
         "compilations": compiled.count, "compile_seconds": compiled.seconds,
         "skipped_rows": self.skipped_rows,
+        "layout": self.policy.layout and self.policy.layout.to_dict(),
+        "residency": self._residency and self._residency.summary(),
         "evaluations": evaluated,
     }
     metrics_lib.write_json(folder / "summary.json", summary)
@@ -310,18 +378,20 @@ class Trainer:
   def _rl_step(self, examples: list[Example], step: int, timer):
     config, rollout = self.config, self.config.rollout
     with timer.timeline.event("batch", "host"):
-      batch = make_batch(
-          self.model_config, [e.prompt for e in examples],
-          [e.index for e in examples], parts=self._parts)
+      batch = self._batch(examples)
+    residency = self._residency
     work = Step(
-        self.settings, batch, self.policy.model(), self.reference,
+        self.settings, batch, self.policy.model(), self._reference,
         num_generations=rollout.num_generations, seed=config.seed, step=step,
         several_updates=config.updates_per_step > 1, pools=self._pools,
-        layout=self.policy.layout, timeline=timer.timeline)
+        layout=self.policy.layout, timeline=timer.timeline,
+        watch=residency.watch if residency else lambda *_: None)
     if work.fallback and work.fallback not in self._warned:
       self._warned.add(work.fallback)
       logging.warning("%s", work.fallback)
-    with timer.phase("gen"):
+    if residency is not None:
+      residency.begin(work)
+    with timer.phase("gen"), self._phase("rollout", work):
       completions = work.roll_out()
     with timer.phase("reward", "host"):
       texts, scores = self._score(examples, completions)
@@ -339,6 +409,11 @@ class Trainer:
     return values, reports.sample_lines(
         step + 1, examples, texts, scores, rollout.num_generations,
         set(kept.tolist()))
+
+  def _batch(self, examples: list[Example]) -> PromptBatch:
+    return make_batch(
+        self.model_config, [e.prompt for e in examples],
+        [e.index for e in examples], parts=self._parts)
 
   def _score(self, examples, completions: Completions):
     """Texts and scores of all samples, in order."""
@@ -362,7 +437,8 @@ class Trainer:
   def _updates(self, work: Step, groups: Groups, completions: Completions,
                step: int, timer):
     """Scores under reference and old policy, then updates the policy."""
-    with timer.phase("old_log_prob" if self.reference is None else "ref"):
+    scores = "ref" if self._has_reference else "old_log_prob"
+    with timer.phase(scores), self._phase("score", work):
       groups = work.score(groups)
     values, total, gap = {}, None, {}
     with timer.phase("update_actor"):
@@ -372,11 +448,16 @@ class Trainer:
           # Before anything is updated the ratio is exactly one; the loss
           # needs no old log-probs and gives those of this policy.
           part = dataclasses.replace(part, old_logprobs=None)
-        grads, metrics, logprobs = work.gradient(part, first=i == 0)
+        number = str(i + 1) if i else ""
+        with self._phase(f"train{number}", work):
+          grads, metrics, logprobs = work.gradient(part, first=i == 0)
         if i == 0:
           gap = reports.logprob_gap(completions, part, logprobs)
-        with timer.timeline.event("update", "training") as wait:
-          new = wait(self.policy.update(grads))
+        # The old parameters go before the new ones come.
+        work.release_policy()
+        with timer.timeline.event("update", "training") as wait, (
+            self._phase(f"update{number}")):
+          new = wait(self._update(grads))
         del grads
         work.update_policy(self.policy.model())
         values |= new
@@ -384,6 +465,11 @@ class Trainer:
       values |= total.finalize()
       values = {k: float(v) for k, v in jax.device_get(values).items()}
     return values | gap
+
+  def _update(self, grads: Params) -> dict[str, jax.Array]:
+    if self._residency is None:
+      return self.policy.update(grads)
+    return self._residency.update(self.policy, grads)
 
   def _mini_batches(self, num_groups: int, step: int):
     """Group numbers of each mini-batch, over all iterations.

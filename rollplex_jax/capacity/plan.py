@@ -243,7 +243,7 @@ def describe(case: Case) -> dict[str, Any]:
       "workload": dataclasses.asdict(w),
       "samples_per_pass": case.block[0] * case.block[1],
       "save": str(case.save), "prefix_source": str(case.prefix_source),
-      "storage": case.storage, "window_chunk": case.window_chunk,
+      "window_chunk": case.window_chunk,
       "has_reference": case.has_reference}
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+from typing import Any
 
 import jax
 
 from rollplex_jax.errors import InputError
+from rollplex_jax.placement.layout import LayoutPlan, plan_layout
 from rollplex_jax.placement.sharding import (
   TENSOR_AXES,
   MeshShape,
@@ -26,18 +28,29 @@ class MeshConfig:
       and gathers them where they are used.
     training_tp: tensor parallelism of training and scoring.
     rollout_tp: of the rollout; a multiple or a divisor of `training_tp`.
+    storage: where rollout_tp is the larger, how the decoder's weights lie:
+      "coarser", as training reads them, and the rollout views its part; or
+      "finer", as the rollout reads them, at a fraction of the bytes, and
+      training gathers each layer as it uses it.
   """
 
   data: int = 1
   fsdp: int = 1
   training_tp: int = 1
   rollout_tp: int = 1
+  storage: str = "coarser"
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      if getattr(self, field.name) < 1:
-        raise InputError(f"{field.name}={getattr(self, field.name)}: expected "
-                         "at least 1")
+    for name in ("data", "fsdp", "training_tp", "rollout_tp"):
+      if getattr(self, name) < 1:
+        raise InputError(
+            f"{name}={getattr(self, name)}: expected at least 1")
+    if self.storage not in ("coarser", "finer"):
+      raise InputError(f"storage={self.storage!r}: expected coarser or finer")
+    if self.storage == "finer" and self.rollout_tp <= self.training_tp:
+      raise InputError(
+          f"storage=finer with training_tp={self.training_tp} and rollout_tp="
+          f"{self.rollout_tp}: expected the larger degree in the rollout")
     low, high = sorted((self.training_tp, self.rollout_tp))
     if high % low:
       raise InputError(
@@ -59,10 +72,12 @@ class Places:
     training: of prefix, score and gradient programs, and of the weights that
       they read.
     rollout: of prefill, decode and window, and of theirs.
+    storage: of the decoder's weights between stages: one of the two.
   """
 
   training: Placement
   rollout: Placement
+  storage: Placement
 
   @property
   def differ(self) -> bool:
@@ -73,6 +88,24 @@ class Places:
   def parts(self) -> int:
     """Into how many parts a batch is packed: the finer of the two splits."""
     return max(self.training.batch_ways, self.rollout.batch_ways)
+
+  def compute_weights(self, declared: Mapping[str, Any]) -> dict[str, Any]:
+    """Shardings of compute parameters {"text": ..., "visual": ...}."""
+    return {part: (self.training.weights(tree, "vision") if part == "visual"
+                   else self.storage.weights(tree))
+            for part, tree in declared.items()}
+
+  def plan_layout(self, text: Any, dtype: Any) -> LayoutPlan | None:
+    """How the decoder's weights come to the rollout; None if as they are.
+
+    Args:
+      text: the decoder's declared weights.
+      dtype: of its compute parameters.
+    """
+    if not self.differ:
+      return None
+    return plan_layout(text, self.storage, self.rollout, dtype,
+                       training=self.training)
 
 
 def make_places(config: MeshConfig, sizes: Mapping[str, Mapping[str, int]],
@@ -105,5 +138,7 @@ def make_places(config: MeshConfig, sizes: Mapping[str, Mapping[str, int]],
       vision = dataclasses.replace(vision, embed=())
     return Placement(mesh, text, vision)
 
-  return Places(place("training", config.training_tp),
-                place("rollout", config.rollout_tp))
+  training = place("training", config.training_tp)
+  rollout = place("rollout", config.rollout_tp)
+  return Places(training, rollout,
+                rollout if config.storage == "finer" else training)

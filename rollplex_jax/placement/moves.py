@@ -127,6 +127,10 @@ class Keeper:
       self._tell(name)
     return on_device
 
+  def peek(self, name: str) -> Any:
+    """A tree wherever it is."""
+    return self._trees[name]
+
   def take(self, name: str) -> Any:
     """A tree on the device, handed over to be donated or dropped."""
     tree = onload(self._trees.pop(name))

@@ -7,12 +7,15 @@ belong to one process or to several.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
+import math
 from typing import Any, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
 
 from rollplex_jax.errors import InputError
 
@@ -69,8 +72,9 @@ class Pools:
       return self._sent[name][1]
     self._sent.pop(name, None)  # Never two copies on the rollout's device.
     if self.several_processes:
-      sent = multihost_utils.broadcast_one_to_all(
-          tree, is_source=self.trains_here())
+      flat, back = _pack(tree)
+      sent = back(multihost_utils.broadcast_one_to_all(
+          flat, is_source=self.trains_here()))
       if not self.rolls_out_here():
         sent = tree
     else:
@@ -98,6 +102,7 @@ def sum_over_processes(tree: _T) -> _T:
   """
   if jax.process_count() == 1:
     return tree
+  flat, back = _pack(tree)
   firsts = {}
   for device in jax.devices():
     firsts.setdefault(device.process_index, device)
@@ -112,8 +117,45 @@ def sum_over_processes(tree: _T) -> _T:
     return jax.make_array_from_single_device_arrays(
         (mesh.size, *a.shape[1:]), split, [a])
 
-  total = _sum_first_axis(whole)(jax.tree.map(gather, tree))
-  return jax.tree.map(lambda a: a.addressable_data(0), total)
+  total = _sum_first_axis(whole)(jax.tree.map(gather, flat))
+  return back(jax.tree.map(lambda a: a.addressable_data(0), total))
+
+
+def _pack(tree: _T) -> tuple[list[jax.Array], Callable[[Any], _T]]:
+  """A tree as one vector for each dtype, and the way back.
+
+  What goes between processes goes as few large arrays: each takes its time to
+  set out.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  by_dtype: dict[str, list[int]] = {}
+  for i, leaf in enumerate(leaves):
+    by_dtype.setdefault(str(leaf.dtype), []).append(i)
+  flat = [_concatenate([leaves[i] for i in group])
+          for group in by_dtype.values()]
+  shapes = [tuple(leaves[i].shape for i in group)
+            for group in by_dtype.values()]
+
+  def back(vectors):
+    out: list[Any] = [None] * len(leaves)
+    for group, vector, own in zip(by_dtype.values(), vectors, shapes):
+      for i, a in zip(group, _split(vector, own)):
+        out[i] = a
+    return structure.unflatten(out)
+
+  return flat, back
+
+
+@jax.jit
+def _concatenate(leaves):
+  return jnp.concatenate([a.reshape(-1) for a in leaves])
+
+
+@functools.partial(jax.jit, static_argnames="shapes")
+def _split(vector, shapes):
+  ends = np.cumsum([math.prod(shape) for shape in shapes])
+  return [part.reshape(shape) for part, shape in zip(
+      jnp.split(vector, ends[:-1]), shapes)]
 
 
 @functools.cache

@@ -22,6 +22,32 @@ from rollplex_jax.errors import InputError
 from rollplex_jax.placement.buffers import Buffer, Policy, occupancy
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResidencyConfig:
+  """How much device memory a step's buffers may take.
+
+  Attributes:
+    budget_gb: GB (1e9 bytes) per device of all that the plan counts: weights,
+      optimizer, gradients, keys and values, what prefixes save. What programs
+      use inside comes on top, so leave room. To keep to it, optimizer state
+      and the reference wait in host memory while nothing reads them, and then
+      less is saved of prefixes. 0 for no limit.
+    check: compare what is alive with the plan as each phase ends, and stop at
+      the first buffer that should have gone. Each check waits for the device.
+  """
+
+  budget_gb: float = 0.0
+  check: bool = False
+
+  def __post_init__(self):
+    if not self.budget_gb >= 0:
+      raise InputError(f"budget_gb={self.budget_gb}: expected at least 0")
+
+  @property
+  def budget_bytes(self) -> int | None:
+    return int(self.budget_gb * 1e9) or None
+
+
 @dataclasses.dataclass(frozen=True)
 class Suggestion:
   """Other settings, and the peak that they would have."""
@@ -127,6 +153,11 @@ class ResidencyPlan:
   def find(self, name: str) -> list[Buffer]:
     """All buffers of a name, in the order of their lives."""
     return [b for b in self.buffers if b.name == name]
+
+  def has(self, phase: str) -> bool:
+    """Whether there is such a phase, or group of phases."""
+    return phase in self._index or any(
+        group_of(p) == phase for p in self.phases)
 
   def phases_of(self, phase: str) -> list[str]:
     """A phase itself, or the phases of a group.

@@ -24,6 +24,9 @@ from rollplex_jax.models.config import TextConfig
 from rollplex_jax.models.inputs import PromptInputs
 from rollplex_jax.models.weights import Params
 
+# Tokens of a chunk are a multiple of this where they can be.
+_ALIGNMENT = 16
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitShape:
@@ -52,12 +55,17 @@ class UnitShape:
   def of_tokens(cls, tokens: int, length: int) -> UnitShape:
     """At most `tokens` in all: of one prompt, or of several short ones.
 
+    Chunks of a long prompt are about alike: the last one is computed whole,
+    however few tokens are left for it.
+
     Args:
       tokens: of a unit.
       length: P, to which prompts are padded.
     """
-    chunk = min(tokens, length)
-    return cls(chunk=chunk, rows=tokens // chunk)
+    count = -(-length // tokens)
+    chunk = -(-length // count)
+    chunk = min(-(-chunk // _ALIGNMENT) * _ALIGNMENT, tokens, length)
+    return cls(chunk=chunk, rows=max(tokens // length, 1))
 
   def within(self, prompts: PromptInputs) -> UnitShape:
     """The same, no larger than the batch."""

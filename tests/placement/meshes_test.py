@@ -63,7 +63,7 @@ class MeshesTest(parameterized.TestCase):
     if places:
       declared = vlm.weights(self.config)
       params, reference = (
-          jax.device_put(tree, places.training.storage(declared))
+          jax.device_put(tree, places.compute_weights(declared))
           for tree in (params, reference))
       if places.differ:
         layout = plan_layout(declared["text"], places.training,

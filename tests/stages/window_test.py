@@ -283,7 +283,7 @@ class UnitsTest(absltest.TestCase):
   def test_short_prompts_share_a_unit(self):
     for tokens, length, chunk, rows in (
         (256, 2048, 256, 1), (256, 256, 256, 1), (256, 200, 200, 1),
-        (256, 32, 32, 8), (7, 32, 7, 1)):
+        (256, 32, 32, 8), (7, 32, 7, 1), (512, 2112, 432, 1)):
       self.assertEqual(UnitShape.of_tokens(tokens, length),
                        UnitShape(chunk=chunk, rows=rows))
 
