@@ -226,10 +226,6 @@ class Programs:
     return self._prefix(
         self._b, self.rollout_weights, SavePolicy.NOTHING, self.rollout)
 
-  def _prefix_block(self):
-    return self._prefix(self._block[0], self.weights["text"], self.case.save,
-                        self.training)
-
   def _prefix(self, rows, text, save, place):
     return programs.prefix_forward, (
         text, self.config, self.prompts(rows), self.features(place), save,
