@@ -41,8 +41,8 @@ class CompiledTest(parameterized.TestCase):
   def test_against_the_plan(self, name):
     self.check(name)
 
-  @pytest.mark.slow
   @parameterized.parameters("window", "score", "prefix_backward")
+  @pytest.mark.slow
   def test_others_against_the_plan(self, name):
     self.check(name)
 
