@@ -143,7 +143,7 @@ def _case() -> Case:
           prefix_length=_PREFIX.value, response_length=_RESPONSE.value,
           video=video),
       micro_batch_size=_MICRO.value, save=SavePolicy(_SAVE.value),
-      prefix_source=PrefixSource(source), storage=_STORAGE.value,
+      prefix_source=PrefixSource(source),
       window_chunk=_CHUNK.value, has_reference=_REFERENCE.value)
 
 
@@ -162,7 +162,8 @@ def _mesh(model, spec, count: int) -> MeshConfig:
   ways = fsdp * max(training, rollout)
   data = given["data"] or max(count // ways, 1)
   return MeshConfig(
-      data=data, fsdp=fsdp, training_tp=training, rollout_tp=rollout)
+      data=data, fsdp=fsdp, training_tp=training, rollout_tp=rollout,
+      storage=_STORAGE.value)
 
 
 def _video() -> tuple[int, int, int] | None:

@@ -20,7 +20,10 @@ _SPEEDUPS = {
 def report(plan: Mapping[str, Any], schedule: str) -> Iterator[Any]:
   """A plan as what a console prints: one schedule's phases, and all four."""
   case, published = plan["case"], plan["published"]
-  mesh = ", ".join(f"{name} {n}" for name, n in case["mesh"].items())
+  mesh = dict(case["mesh"])
+  if mesh["rollout_tp"] <= mesh["training_tp"]:
+    del mesh["storage"]  # There is no choice.
+  mesh = ", ".join(f"{name} {n}" for name, n in mesh.items())
   yield (f"{case['parameters'] / 1e9:.1f}B parameters on {case['num_devices']} "
          f"{case['device']} ({mesh}); saved: {case['save']}; training prefix "
          f"from the {case['prefix_source']}; {case['samples_per_pass']} samples "
@@ -109,8 +112,8 @@ def ranking(result: Mapping[str, Any]) -> Table:
   for entry in result["ranked"]:
     mesh = entry["case"]["mesh"]
     out.add_row(
-        " ".join(f"{k}={v}" for k, v in mesh.items()), entry["case"]["storage"],
-        entry["case"]["save"], entry["case"]["prefix_source"],
+        " ".join(f"{k}={v}" for k, v in mesh.items() if k != "storage"),
+        mesh["storage"], entry["case"]["save"], entry["case"]["prefix_source"],
         _gib(entry["peak_bytes"]), f"{entry['step_seconds']:.1f}", entry["how"])
   if not result["ranked"]:
     out.caption = f"nothing fits; the closest needs {_gib(result['closest'])} GiB"

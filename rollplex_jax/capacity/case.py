@@ -82,9 +82,6 @@ class Case:
       whole group of each part of the batch.
     save: what is kept between prefix forward and backward.
     prefix_source: where the training prefix of a rollplex step comes from.
-    storage: of weights where the rollout's tensor parallelism is the finer
-      one: "coarser" as training has them, and viewed by the rollout; "finer"
-      as the rollout has them, and gathered by training.
     window_chunk: prefix tokens of a unit in the decode window.
     has_reference: score a reference model.
     depth: layers to compile with, or None for all.
@@ -98,7 +95,6 @@ class Case:
   micro_batch_size: int = 0
   save: SavePolicy = SavePolicy.LAYER_INPUTS
   prefix_source: PrefixSource = PrefixSource.ROLLOUT
-  storage: str = "coarser"
   window_chunk: int = 256
   has_reference: bool = True
   depth: int | None = None
@@ -123,9 +119,6 @@ class Case:
       raise InputError(
           f"num_devices={self.num_devices}: expected a multiple of the "
           f"{spec.devices_per_host} devices of a host")
-    if self.storage not in ("coarser", "finer"):
-      raise InputError(
-          f"storage={self.storage!r}: expected coarser or finer")
     self.workload.check(self.model)
     axes = vlm.axis_sizes(self.model)["text"]
     for stage in ("training", "rollout"):

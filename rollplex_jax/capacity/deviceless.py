@@ -113,8 +113,7 @@ def compile_program(function, args, kwargs, spec: DeviceSpec, *,
   lowered = function.trace(*args, **kwargs).lower(
       lowering_platforms=(spec.kind,))
   with _no_persistent_cache():
-    # Autotuning would run kernels.
-    compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+    compiled = _compile(lowered)
   memory, text = compiled.memory_analysis(), compiled.as_text()
   if keep_text:
     with open(keep_text, "w") as file:
@@ -126,6 +125,18 @@ def compile_program(function, args, kwargs, spec: DeviceSpec, *,
       alias_bytes=memory.alias_size_in_bytes,
       collectives=tuple(collectives(text, spec.devices_per_host)),
       seconds=time.perf_counter() - start)
+
+
+def _compile(lowered):
+  # Autotuning would run kernels.
+  options = {"xla_gpu_autotune_level": 0}
+  try:
+    return lowered.compile(compiler_options=options)
+  except jax.errors.JaxRuntimeError:
+    # Untuned, the generator of matrix products knows no tiles for some small
+    # and odd shapes. A library's products need as little memory.
+    return lowered.compile(
+        compiler_options=options | {"xla_gpu_enable_triton_gemm": False})
 
 
 @contextlib.contextmanager

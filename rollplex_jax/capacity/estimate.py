@@ -162,7 +162,7 @@ def _collectives(case: Case, program: str) -> Iterator[Collective]:
     """Gathered where they are used, layer by layer."""
     for group, whole, part in (
         (mesh.fsdp, have.text * mesh.fsdp, have.text),
-        (mesh.rollout_tp // mesh.training_tp if case.storage == "finer" else 1,
+        (mesh.rollout_tp // mesh.training_tp if mesh.storage == "finer" else 1,
          have.text * mesh.rollout_tp // mesh.training_tp, have.text)):
       if group > 1 and part:
         yield Collective(

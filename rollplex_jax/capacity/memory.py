@@ -20,7 +20,7 @@ from rollplex_jax.capacity.case import Case
 from rollplex_jax.capacity.programs import Programs, tree_bytes
 from rollplex_jax.placement import residency
 from rollplex_jax.placement.buffers import Policy
-from rollplex_jax.placement.layout import How, plan_layout
+from rollplex_jax.placement.layout import How
 from rollplex_jax.placement.residency import BudgetError, ResidencyPlan
 from rollplex_jax.schedule import (
   Facts,
@@ -150,19 +150,14 @@ def buffers_of(case: Case) -> Buffers:
 @functools.cache
 def setup_of(case: Case) -> Setup:
   """The model and its places, as the residency plan takes them."""
-  places, mesh = case.places(), case.mesh
+  places = case.places()
   if places is None:
     return Setup(config=case.config)
-  finer = case.storage == "finer" and mesh.rollout_tp > mesh.training_tp
-  storage = places.rollout if finer else places.training
-  rebuilt = 0
-  if places.differ:
-    rebuilt = plan_layout(
-        Programs(case).declared["text"], storage, places.rollout, "bfloat16",
-        training=places.training).bytes_of(How.REBUILD)
+  layout = places.plan_layout(Programs(case).declared["text"], "bfloat16")
   return Setup(
-      config=case.config, mesh=mesh.shape, training=places.training,
-      rollout=places.rollout, storage=storage, rebuilt_bytes=rebuilt)
+      config=case.config, mesh=case.mesh.shape, training=places.training,
+      rollout=places.rollout, storage=places.storage,
+      rebuilt_bytes=layout.bytes_of(How.REBUILD) if layout else 0)
 
 
 def work_of(case: Case) -> StepShape:

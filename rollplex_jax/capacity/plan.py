@@ -243,7 +243,7 @@ def describe(case: Case) -> dict[str, Any]:
       "workload": dataclasses.asdict(w),
       "samples_per_pass": case.block[0] * case.block[1],
       "save": str(case.save), "prefix_source": str(case.prefix_source),
-      "storage": case.storage, "window_chunk": case.window_chunk,
+      "window_chunk": case.window_chunk,
       "has_reference": case.has_reference}
 
 
@@ -264,8 +264,9 @@ def _compile(cases, wanted, depths, workers, progress):
     for key, name, depth in progress(jobs):
       done[key, name, depth] = compile_one(run(key, depth), name)
   else:
-    # XLA tells at length what it would rather not have done.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # XLA tells at length what took long or had better been asked otherwise;
+    # what fails is raised.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     # Compilers started by a fork of a process that runs jax may hang.
     with concurrent.futures.ProcessPoolExecutor(
         workers, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -67,18 +67,17 @@ class Programs:
   @functools.cached_property
   def weights(self):
     """What training reads: {"text": ..., "visual": ...}."""
-    out = self._weights(self.training, _COMPUTE)
-    if self.case.storage == "finer" and self.rollout is not None and (
-        self.case.mesh.rollout_tp > self.case.mesh.training_tp):
-      out["text"] = self._weights(self.rollout, _COMPUTE)["text"]
-    return out
+    return self._tree(
+        self.declared, _COMPUTE,
+        self.places and self.places.compute_weights(self.declared))
 
   @functools.cached_property
   def rollout_weights(self):
     """What the rollout reads of the decoder."""
     if self.places is None or not self.places.differ:
       return self.weights["text"]
-    return self._weights(self.rollout, _COMPUTE)["text"]
+    text = self.declared["text"]
+    return self._tree(text, _COMPUTE, self.rollout.weights(text))
 
   @functools.cached_property
   def master(self):
@@ -227,10 +226,6 @@ class Programs:
     return self._prefix(
         self._b, self.rollout_weights, SavePolicy.NOTHING, self.rollout)
 
-  def _prefix_block(self):
-    return self._prefix(self._block[0], self.weights["text"], self.case.save,
-                        self.training)
-
   def _prefix(self, rows, text, save, place):
     return programs.prefix_forward, (
         text, self.config, self.prompts(rows), self.features(place), save,
@@ -357,11 +352,6 @@ class Programs:
   @functools.cached_property
   def _single(self):
     return jax.sharding.SingleDeviceSharding(self.case.devices[0])
-
-  def _weights(self, place: Placement | None, dtype):
-    return self._tree(self.declared, dtype, place and {
-        part: place.weights(tree, "vision" if part == "visual" else part)
-        for part, tree in self.declared.items()})
 
   def _tree(self, declared, dtype, shardings):
     if shardings is None:

@@ -17,6 +17,7 @@ from rollplex_jax.capacity.devices import DeviceSpec
 from rollplex_jax.capacity.memory import buffers_of
 from rollplex_jax.schedule import PrefixSource
 from rollplex_jax.stages.prefix import SavePolicy
+from rollplex_jax.stages.prefix_units import UnitShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,7 +223,8 @@ def num_units(case: Case) -> int:
   """Units of a model's prefixes on each device."""
   ways = case.mesh.shape.size // case.mesh.rollout_tp
   tokens = case.workload.num_prompts * case.length // ways
-  return max(tokens // min(case.window_chunk, case.length), 1)
+  unit = UnitShape.of_tokens(case.window_chunk, case.length)
+  return max(tokens // (unit.rows * unit.chunk), 1)
 
 
 def window(case: Case, times: Mapping[str, StageTime]) -> dict[str, float]:

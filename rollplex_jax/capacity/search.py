@@ -32,16 +32,17 @@ def candidates(case: Case) -> Iterator[Case]:
         ways = fsdp * max(training, rollout)
         if case.num_devices % ways:
           continue
-        mesh = MeshConfig(data=case.num_devices // ways, fsdp=fsdp,
-                          training_tp=training, rollout_tp=rollout)
         source = (case.prefix_source if training == rollout
                   else PrefixSource.WINDOW)
         storages = ("coarser", "finer") if rollout > training else ("coarser",)
         for storage in storages:
+          mesh = MeshConfig(
+              data=case.num_devices // ways, fsdp=fsdp, training_tp=training,
+              rollout_tp=rollout, storage=storage)
           for save in _SAVES:
             new = dataclasses.replace(
-                case, mesh=mesh, prefix_source=source, storage=storage,
-                save=save, micro_batch_size=0)
+                case, mesh=mesh, prefix_source=source, save=save,
+                micro_batch_size=0)
             try:
               new.check()
             except InputError:

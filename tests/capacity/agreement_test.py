@@ -33,6 +33,7 @@ _MESHES = (
     dict(data=4, training_tp=8, rollout_tp=8),
     dict(fsdp=8, training_tp=4, rollout_tp=4),
     dict(data=2, fsdp=2, training_tp=4, rollout_tp=8),
+    dict(data=2, fsdp=2, training_tp=4, rollout_tp=8, storage="finer"),
     dict(data=4, training_tp=8, rollout_tp=4),
     dict(data=4, fsdp=8),
 )
@@ -40,13 +41,10 @@ _MESHES = (
 
 class AgreementTest(parameterized.TestCase):
 
-  @parameterized.parameters(*(
-      (i, storage) for i in range(len(_MESHES))
-      for storage in ("coarser", "finer")))
-  def test_32b(self, i, storage):
-    mesh = MeshConfig(**_MESHES[i])
+  @parameterized.parameters(*_MESHES)
+  def test_32b(self, **mesh):
     self.check(dataclasses.replace(
-        _published(), mesh=mesh, storage=storage, prefix_source="window"))
+        _published(), mesh=MeshConfig(**mesh), prefix_source="window"))
 
   @parameterized.parameters(
       dict(data=2, training_tp=2, rollout_tp=2), dict(fsdp=4),

@@ -138,7 +138,8 @@ class MemoryTest(parameterized.TestCase):
                 prefix_source="window")
     finer = Buffers(case)
     self.assertLess(finer.rebuilt, 0.01 * finer.rollout_text)
-    stored = Buffers(dataclasses.replace(case, storage="finer"))
+    stored = Buffers(dataclasses.replace(
+        case, mesh=dataclasses.replace(case.mesh, storage="finer")))
     self.assertLess(stored.text, 0.6 * finer.text)
     self.assertEqual(stored.text, stored.rollout_text)
 

@@ -96,6 +96,7 @@ class PlanTest(parameterized.TestCase):
     self.assertTrue(all(entry["fits"] for entry in result["ranked"]))
     self.assertIn("what fits", out)
 
+  @pytest.mark.slow
   @pytest.mark.cuda_plugin
   @absltest.skipUnless(deviceless.has_plugin(), "needs jax's CUDA plugin")
   def test_compiled(self):
