@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import common, study_report, texts
-from legolm_jax import baselines, benchmarks, evaluate, folders
+from experiments.study_subjects import Episodes, Texts
+from legolm_jax import baselines, benchmarks, folders
 from legolm_jax import rules as rules_lib
 from legolm_jax.baselines import Reconstruction
 from legolm_jax.codebook import Fit
@@ -30,10 +31,9 @@ from legolm_jax.compress import CompressionConfig, Compressor, RowScale, Scope
 from legolm_jax.errors import InputError as LegoInputError
 from legolm_jax.rules import Rules
 from legolm_jax.safetensors_files import CheckpointFolder
-from rollplex_jax import programs
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
-from rollplex_jax.models import hf, hub, tensor_files
+from rollplex_jax.models import architectures, hf, hub, tensor_files
 
 _MODEL = flags.DEFINE_string(
     "model_path", "runs/quickstart/policy",
@@ -41,12 +41,17 @@ _MODEL = flags.DEFINE_string(
 _DATA = flags.DEFINE_string(
     "data", None, "Text file, or JSONL of {\"text\": ...}; by default modules of "
     "Python's standard library.")
+_WORLD = flags.DEFINE_multi_string(
+    "world", [], "In place of a text, KEY=VALUE of an EnvironmentConfig: held-out "
+    "episodes with the checkpoint's own greedy plans.")
+_LENGTH = flags.DEFINE_integer(
+    "max_completion_length", 32, "Longest plan, in tokens.", lower_bound=1)
 _OUTPUT = flags.DEFINE_string(
     "output_dir", None, "Folder to make; empty or not there yet.")
 _WINDOW = flags.DEFINE_integer(
     "window_length", 256, "Tokens of a window.", lower_bound=2)
 _WINDOWS = flags.DEFINE_integer(
-    "num_windows", 16, "So many windows, the first ones; 0: all.",
+    "num_windows", 16, "So many windows or episodes, the first ones; 0: all.",
     lower_bound=0)
 _LAMBADA = flags.DEFINE_string("lambada", None, "File of LAMBADA's format.")
 _HELLASWAG = flags.DEFINE_string("hellaswag", None, "File of HellaSwag's.")
@@ -130,54 +135,38 @@ def grid(centroids: list[int], vector_centroids: list[int]
 class Study:
   """A checkpoint, and what every reconstruction of it is measured by."""
 
-  def __init__(self, path: str, documents: list[str]):
+  def __init__(self, path: str, documents: list[str], questions: dict):
     """Loads the checkpoint. Raises InputError."""
     self.folder = CheckpointFolder(path)
-    self.processor = Processor.from_checkpoint(path)
-    self.config, self._params = hf.load_checkpoint(
+    processor = Processor.from_checkpoint(path)
+    self._config, self._params = hf.load_checkpoint(
         path, jnp.dtype(_DTYPE.value))
-    prefix = self.processor.tokenizer("", verbose=False)["input_ids"]
-    self._num_prefix = len(prefix)
-    tokens = evaluate.windows(
-        map(self.processor.encode, documents), _WINDOW.value, prefix)
-    self.tokens = tokens[:_WINDOWS.value or None]
-    self.questions = {}
-    for name, path, read in (
-        ("lambada", _LAMBADA.value, benchmarks.read_lambada),
-        ("hellaswag", _HELLASWAG.value, benchmarks.read_hellaswag)):
-      if path:
-        self.questions[name] = read(path, _ITEMS.value)
-    self._answers = self._ask(self._logits(self._params))
-
-  def _logits(self, params) -> evaluate.Logits:
-    return lambda tokens: programs.text_logits(params, self.config, tokens)
+    shared = dict(limit=_WINDOWS.value, batch_size=_BATCH.value)
+    if _WORLD.value:
+      architectures.check_decodes(self._config, path)
+      self._subject = Episodes(
+          self._config, processor, self._params, _WORLD.value,
+          max_completion_length=_LENGTH.value, **shared)
+    else:
+      self._subject = Texts(
+          self._config, processor, documents, window_length=_WINDOW.value,
+          questions=questions, **shared)
+    self._outcomes = self._subject.outcomes(self._params)
 
   def measure(self, made: Reconstruction, *, ask: bool) -> dict[str, Any]:
-    """Squared error, bits, perplexity, KL, and answers if `ask`."""
+    """Squared error, bits, perplexity, KL, and outcomes if `ask`."""
     params = hf.params_from_tensors(
-        self.config, made.tensors(), jnp.dtype(_DTYPE.value))
-    found = evaluate.compare(
-        self._logits(params), self.tokens, reference=self._logits(self._params),
-        num_prefix=self._num_prefix, batch_size=_BATCH.value).summary()
+        self._config, made.tensors(), jnp.dtype(_DTYPE.value))
     row = {"name": made.name,
            "bits_per_compressed_weight": made.bits_per_compressed_weight,
            "bits_per_parameter": made.bits_per_parameter,
-           "relative_squared_error": self.distortion(made), **found}
+           "relative_squared_error": self.distortion(made),
+           **self._subject.compare(params, self._params).summary()}
     if ask:
-      for task, outcomes in self._ask(self._logits(params)).items():
-        values = benchmarks.summary(outcomes, self._answers[task])
-        row |= {f"{task}_{k}": v for k, v in values.items()}
+      for name, outcomes in self._subject.outcomes(params).items():
+        values = benchmarks.summary(outcomes, self._outcomes[name])
+        row |= {f"{name}_{k}": v for k, v in values.items()}
     return row
-
-  def _ask(self, logits) -> dict[str, dict[str, np.ndarray]]:
-    out = {}
-    for name, questions in self.questions.items():
-      scores = benchmarks.ask(
-          logits, questions, self.processor.encode, batch_size=_BATCH.value,
-          max_length=self.config.text.max_length)
-      out[name] = (benchmarks.lambada_outcomes(scores) if name == "lambada"
-                   else benchmarks.hellaswag_outcomes(questions, scores))
-    return out
 
   def distortion(self, made: Reconstruction) -> float:
     """Squared error over squared norm, of the matrices of all blocks but the
@@ -217,7 +206,7 @@ def main() -> dict[str, Any]:
   if tensor_files.is_compressed(path):
     raise InputError(f"--model_path={path}: is compressed; expected the "
                      "checkpoint itself")
-  study = Study(path, _documents())
+  study = Study(path, _documents(), _questions())
   rows = []
   entries = list(grid(_CENTROIDS.value, _VECTOR_CENTROIDS.value))
   for entry in common.progress("studying", len(entries))(entries):
@@ -232,8 +221,12 @@ def main() -> dict[str, Any]:
     rows.append(row | study.measure(
         made, ask=entry.group in ("published", "row scale")))
   shares = {k: study.share_beyond(k) for k in (64, 128)}
-  result = {"model_path": path, "data": _DATA.value or ", ".join(_MODULES),
-            "tokens": int(study.tokens.size), "rows": rows,
+  data = _DATA.value or ", ".join(_MODULES)
+  if _WORLD.value:
+    data = f"the checkpoint's plans in {' '.join(_WORLD.value)}"
+  measured = next((row for row in rows if "tokens" in row), {"tokens": 0})
+  result = {"model_path": path, "data": data,
+            "tokens": measured["tokens"], "rows": rows,
             "claims": study_report.claims(rows, shares)}
   result["seconds"] = time.perf_counter() - start
   with folders.new(output) as work:
@@ -246,10 +239,20 @@ def main() -> dict[str, Any]:
 
 
 def _documents() -> list[str]:
+  if _WORLD.value and (_DATA.value or _LAMBADA.value or _HELLASWAG.value):
+    raise InputError("--world with --data, --lambada or --hellaswag: expected "
+                     "either a world or texts")
   if _DATA.value:
     return texts.read_documents(_DATA.value)
   library = pathlib.Path(sysconfig.get_path("stdlib"))
   return [(library / name).read_text(encoding="utf-8") for name in _MODULES]
+
+
+def _questions() -> dict[str, list[benchmarks.Question]]:
+  files = {"lambada": (_LAMBADA.value, benchmarks.read_lambada),
+           "hellaswag": (_HELLASWAG.value, benchmarks.read_hellaswag)}
+  return {name: read(path, _ITEMS.value)
+          for name, (path, read) in files.items() if path}
 
 
 def _write_csv(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:

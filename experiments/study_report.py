@@ -51,6 +51,13 @@ def claims(rows: Sequence[Row], shares: Mapping[int, float]
       return f"{_NOT_MEASURED}: no file was given (--{name})"
     return _with_error(row, f"{key}_change", "{:+.4f}")
 
+  def success():
+    row = find("published", 64)
+    if row is None or "world_success_change" not in row:
+      return f"{_NOT_MEASURED}: no world was given (--world)"
+    return (f"{row['world_reference_success']:.3f} before, "
+            + _with_error(row, "world_success_change", "{:+.3f}"))
+
   def errors(group, points):
     found = [(label, find(group if dim > 1 else "published", k, 99.0, dim))
              for label, k, dim in points]
@@ -76,6 +83,7 @@ def claims(rows: Sequence[Row], shares: Mapping[int, float]
        benchmark("lambada", "lambada_accuracy")),
       ("HellaSwag at K=64, p=99", "acc_norm within noise",
        benchmark("hellaswag", "hellaswag_acc_norm")),
+      ("success in a world at K=64, p=99", "(not published)", success()),
       ("weights beyond the outermost threshold", "a fraction of about 1/K",
        ", ".join(f"K={k}: {share:.2e} ({share * k:.2f}/K)"
                  for k, share in shares.items())),

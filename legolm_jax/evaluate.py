@@ -76,7 +76,7 @@ class Comparison:
   """What windows say of a model, and of a reference on the same windows.
 
   Attributes:
-    tokens: scored tokens of each window.
+    tokens: scored tokens of all windows.
     loss: float64 [N], mean negative log-prob of a token, natural logarithm.
     reference_loss: the same of the reference, or None.
     kl: float64 [N], mean KL(reference || model) of a token, or None.
@@ -102,7 +102,7 @@ class Comparison:
     out = {
         "perplexity": math.exp(loss),
         "perplexity_stderr": _times(math.exp(loss), error),
-        "tokens": self.tokens * len(self.loss), "windows": len(self.loss)}
+        "tokens": self.tokens, "windows": len(self.loss)}
     if self.reference_loss is None:
       return out
     change, change_error = mean_and_error(self.loss - self.reference_loss)
@@ -147,38 +147,63 @@ def compare(logits: Logits, tokens: np.ndarray, *,
                        f"{theirs.shape} differ in shape")
     values = [np.asarray(v, np.float64)[:rows]
               for v in _of_windows(ours, theirs, part, first)]
-    for i in range(rows):
-      for value, name in zip(values, ("the model", "the reference")):
-        if not np.isfinite(value[i]):
-          raise InputError(f"window {start + i}: the logits of {name} are not "
-                           "finite")
     found.append(values)
-  columns = [np.concatenate(c) for c in zip(*found)]
+  return comparison(
+      found, tokens=len(tokens) * (tokens.shape[1] - first))
+
+
+def comparison(parts: Sequence[Sequence[np.ndarray]], tokens: int
+               ) -> Comparison:
+  """What the batches of `token_statistics` say together.
+
+  Raises:
+    InputError: if losses are not finite.
+  """
+  columns = [np.concatenate(c) for c in zip(*parts)]
+  for column, name in zip(columns, ("the model", "the reference")):
+    bad = np.flatnonzero(~np.isfinite(column))
+    if bad.size:
+      raise InputError(f"window {bad[0]}: the logits of {name} are not finite")
   return Comparison(
-      tokens=tokens.shape[1] - first, loss=columns[0],
+      tokens=tokens, loss=columns[0],
       **dict(zip(("reference_loss", "kl", "agreement"), columns[1:])))
 
 
 @jax.jit(static_argnames="first")
 def _of_windows(ours, theirs, tokens, first):
   """Per window: loss, and with a reference its loss, KL and agreement."""
-  targets = jnp.asarray(tokens)[:, first:, None]
+  targets = jnp.asarray(tokens)[:, first:]
+  cut = lambda logits: None if logits is None else logits[:, first - 1:-1]
+  return token_statistics(
+      cut(ours), cut(theirs), targets, jnp.ones(targets.shape, jnp.float32))
 
-  def logprobs(logits):
-    scores = logits[:, first - 1:-1].astype(jnp.float32)
-    return jax.nn.log_softmax(scores, axis=-1)
 
-  def loss(scores):
-    return -jnp.take_along_axis(scores, targets, axis=-1)[..., 0].mean(axis=1)
+@jax.jit
+def token_statistics(ours: jax.Array, theirs: jax.Array | None,
+                     targets: jax.Array, mask: jax.Array
+                     ) -> tuple[jax.Array, ...]:
+  """Means over the tokens of each sequence, the fields of a `Comparison`.
 
+  Args:
+    ours: [B, T, V] logits.
+    theirs: the same of a reference, or None.
+    targets: int32 [B, T].
+    mask: float32 [B, T], 1 where a token counts; at least one of a sequence.
+
+  Returns:
+    float32 [B] loss, and with a reference its loss, KL and agreement.
+  """
+  logprobs = lambda a: jax.nn.log_softmax(a.astype(jnp.float32), axis=-1)
+  mean = lambda a: jnp.sum(jnp.where(mask > 0, a, 0.0), axis=1) / mask.sum(axis=1)
+  loss = lambda a: mean(
+      -jnp.take_along_axis(a, targets[..., None], axis=-1)[..., 0])
   p = logprobs(ours)
   if theirs is None:
     return (loss(p),)
   q = logprobs(theirs)
   kl = jnp.sum(jnp.exp(q) * (q - p), axis=-1)
   same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
-  return (loss(p), loss(q), kl.mean(axis=1),
-          same.astype(jnp.float32).mean(axis=1))
+  return loss(p), loss(q), mean(kl), mean(same.astype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)

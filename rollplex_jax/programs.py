@@ -188,6 +188,17 @@ def text_logits(params, config, token_ids) -> jax.Array:
       params["text"], vlm.forward(params, config, token_ids, positions))
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def response_logits(params, config, prompts, vision,
+                    responses: GroupResponses) -> jax.Array:
+  """float32 [b, g, R, V] logits of response tokens, over whole sequences."""
+  hidden = full_sequence.response_hidden(
+      params, config, prompts, vlm.vision_features(params, config, vision),
+      _flat(responses))
+  logits = decoder.logits(params["text"], hidden)
+  return logits.reshape(*responses.token_ids.shape, -1)
+
+
 @functools.partial(jax.jit, static_argnames=("config", "place"))
 def zero_gradients(params, config, *, place=None):
   """float32 zeros like parts of the parameters, laid out as `_add` does."""

@@ -12,8 +12,10 @@ from legolm_jax.array import LegoArray
 from legolm_jax.rules import Rules
 from rollplex_jax.config import Algorithm, PolicyConfig, ReferenceConfig
 from rollplex_jax.errors import InputError
+from rollplex_jax.models import hf
 from rollplex_jax.placement.mesh import MeshConfig
 from rollplex_jax.schedule import ScheduleConfig
+from rollplex_jax.stages import window
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
 from rollplex_jax.trainer import Trainer
@@ -69,16 +71,31 @@ class ReferenceTest(parameterized.TestCase):
 
   @parameterized.parameters(
       (MeshConfig(data=4, training_tp=1, rollout_tp=2), True),
-      (MeshConfig(data=2, fsdp=2, training_tp=2, rollout_tp=1), True),
-      (MeshConfig(data=2, fsdp=2, training_tp=2, rollout_tp=2), False))
+      (MeshConfig(data=2, fsdp=2, training_tp=2, rollout_tp=1), False))
   def test_on_a_mesh(self, mesh, freeze):
+    path = self.with_two_key_heads()
     kwargs = dict(
-        policy=PolicyConfig(path=self.path, freeze_vision_tower=freeze),
+        policy=PolicyConfig(path=path, freeze_vision_tower=freeze),
         schedule=ScheduleConfig(name="rollplex", prefix_source="window"),
         train_batch_size=8)
+    small = compressed.compress(path, f"{path}_small")
     run = lambda **more: tiny_task.run_steps(
-        self.config(self.small, **kwargs, **more), 2, VowelTask(count=8))[1]
-    self.assert_same_steps(run(mesh=mesh), run())
+        self.config(small, **kwargs, **more), 1, VowelTask(count=8))
+    trainer, got = run(mesh=mesh)
+    # Every device runs the window on its own heads.
+    self.assertTrue(window.can_shard(trainer.policy.places.rollout))
+    self.assert_same_steps(got, run()[1])
+
+  def with_two_key_heads(self):
+    folder = tempfile.mkdtemp(dir=self.folder)
+    tiny_checkpoint.write(folder, eos=tiny_checkpoint.EOS)
+    file = pathlib.Path(folder, "config.json")
+    file.write_text(json.dumps(
+        json.loads(file.read_text()) | {"num_key_value_heads": 2}))
+    config = hf.load_config(folder)
+    hf.save_checkpoint(folder, config, tiny_checkpoint.random_params(config),
+                       assets_from=folder)
+    return folder
 
   def test_own_initial_weights_by_path(self):
     _, got = tiny_task.run_steps(self.config(self.path), 2)

@@ -6,10 +6,17 @@ import pathlib
 import tempfile
 
 from absl.testing import absltest
+import numpy as np
 
-from experiments import study_report
+from experiments import evaluate_reward, study_report
+from experiments.study_subjects import Episodes
 from legolm_jax import baselines
 from legolm_jax.safetensors_files import CheckpointFolder
+from rollplex_jax import inference
+from rollplex_jax.data.processor import Processor
+from rollplex_jax.models import hf
+from rollplex_jax.stages.sampling import SamplingConfig
+from rollplex_jax.tasks import make_task
 from tests.experiments import commands
 from tests.helpers import compressed, tiny_checkpoint
 
@@ -71,6 +78,31 @@ class StudyTest(absltest.TestCase):
     self.assertLess(error("vector blocks d=2 K=128 p=99"),
                     error("vector blocks d=4 K=128 p=99"))
 
+  def test_episodes(self):
+    """The checkpoint's own plans: the likeliest tokens, and no KL to itself."""
+    model = tiny_checkpoint.write(self.folder / "policy", seed=3)
+    config, params = hf.load_checkpoint(model)
+    processor = Processor.from_checkpoint(model)
+    subject = Episodes(config, processor, params,
+                       ["level=BabyAI-GoToObjS4-v0"], limit=3, batch_size=2,
+                       max_completion_length=4)
+    same = subject.compare(params, params)
+    self.assertEqual((same.summary()["mean_kl"], len(same.loss)), (0, 3))
+    outcomes = subject.outcomes(params)["world"]["success"]
+    self.assertLen(outcomes, 3)
+    # The losses are those of the log-probs that drawing recorded.
+    rows = make_task(
+        evaluate_reward.settings(None, "", ["level=BabyAI-GoToObjS4-v0"], 3),
+        processor, supervised=False).eval_rows
+    drawn = [c for _, (c,) in inference.complete(
+        params, config, processor, rows, SamplingConfig(
+            max_completion_length=4, temperature=1.0,
+            eos_token_ids=config.eos_token_ids,
+            banned_token_ids=config.vision_token_ids, top_k=1))]
+    np.testing.assert_allclose(
+        same.loss, [-np.mean(c.logprobs) for c in drawn], rtol=1e-4)
+    self.assertEqual(same.tokens, sum(len(c.token_ids) for c in drawn))
+
   def test_squared_error(self):
     """By hand: int8 of the two middle blocks."""
     folder = CheckpointFolder(self.model)
@@ -93,6 +125,8 @@ class StudyTest(absltest.TestCase):
         ((f"--output_dir={self.folder}/x", f"--model_path={small}"),
          "is compressed"),
         ((f"--output_dir={self.folder}/x", "--model_path=/nowhere"), "/nowhere"),
+        ((f"--output_dir={self.folder}/x", "--world=level=x",
+          f"--lambada={self.lambada}"), "either a world or texts"),
         ((f"--output_dir={self.folder}/x", "--data=/nothing.txt"),
          "can't be read")):
       ran = self.study(*args)
@@ -105,10 +139,10 @@ class ClaimsTest(absltest.TestCase):
 
   def test_what_is_missing_is_said(self):
     found = study_report.claims([], {64: 1 / 64})
-    self.assertLen(found, 11)
+    self.assertLen(found, 12)
     measured = [c["measured"] for c in found]
-    self.assertEqual(measured[4], "K=64: 1.56e-02 (1.00/K)")
-    del measured[4]
+    self.assertEqual(measured[5], "K=64: 1.56e-02 (1.00/K)")
+    del measured[5]
     for text in measured:
       self.assertStartsWith(text, "not measured: ")
 

@@ -66,7 +66,7 @@ class CompareTest(parameterized.TestCase):
     np.testing.assert_allclose(found.reference_loss, reference, rtol=1e-5)
     np.testing.assert_allclose(found.kl, kl, rtol=1e-4)
     np.testing.assert_allclose(found.agreement, agreement, rtol=1e-6)
-    self.assertEqual(found.tokens, 9 - first)
+    self.assertEqual(found.tokens, 7 * (9 - first))
 
   def test_summary(self):
     found = evaluate.compare(
