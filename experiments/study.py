@@ -23,7 +23,7 @@ import numpy as np
 
 from experiments import common, study_report, texts
 from experiments.study_subjects import Episodes, Texts
-from legolm_jax import baselines, benchmarks, folders
+from legolm_jax import accounting, baselines, benchmarks, folders
 from legolm_jax import rules as rules_lib
 from legolm_jax.baselines import Reconstruction
 from legolm_jax.codebook import Fit
@@ -157,7 +157,9 @@ class Study:
     """Squared error, bits, perplexity, KL, and outcomes if `ask`."""
     params = hf.params_from_tensors(
         self._config, made.tensors(), jnp.dtype(_DTYPE.value))
+    plain = baselines.uncompressed(self.folder).bits_per_parameter
     row = {"name": made.name,
+           "true_ratio": plain / made.bits_per_parameter,
            "bits_per_compressed_weight": made.bits_per_compressed_weight,
            "bits_per_parameter": made.bits_per_parameter,
            "relative_squared_error": self.distortion(made),
@@ -212,7 +214,7 @@ def main() -> dict[str, Any]:
   for entry in common.progress("studying", len(entries))(entries):
     row = {"group": entry.group, "dim": entry.dim,
            "num_centroids": entry.num_centroids,
-           "percentile": entry.percentile}
+           "percentile": entry.percentile, "nominal_ratio": _nominal(entry)}
     try:
       made = entry.make(study.folder)
     except LegoInputError as e:  # Too small a checkpoint for this point.
@@ -236,6 +238,13 @@ def main() -> dict[str, Any]:
   print(study_report.markdown(result))
   print(f"{len(rows)} points in {result['seconds']:.0f} s -> {output}")
   return result
+
+
+def _nominal(entry: Entry) -> float | None:
+  """The published figure, which is of scalar codebooks."""
+  if entry.num_centroids is None or entry.dim > 1:
+    return None
+  return accounting.nominal_ratio(entry.num_centroids, entry.percentile or 100)
 
 
 def _documents() -> list[str]:

@@ -15,6 +15,8 @@ _COLUMNS = (
     ("method", "name", "{}"), ("bits per weight", "bits_per_compressed_weight",
                                "{:.2f}"),
     ("bits per parameter", "bits_per_parameter", "{:.2f}"),
+    ("nominal ratio", "nominal_ratio", "{:.2f}"),
+    ("true ratio", "true_ratio", "{:.2f}"),
     ("squared error", "relative_squared_error", "{:.2e}"),
     ("perplexity", "perplexity", "{:.4f}"),
     ("change, %", "change_percent", "{:+.3f}"),

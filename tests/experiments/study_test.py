@@ -69,6 +69,9 @@ class StudyTest(absltest.TestCase):
     self.assertIn("+-", measured["LAMBADA at K=64, p=99"])
     self.assertIn("one checkpoint", measured["full replacement and model size"])
     # More bits, less error; and a reconstruction that is kept has none.
+    row = rows["published K=64 p=99"]
+    self.assertAlmostEqual(row["nominal_ratio"], 5.112, places=3)
+    self.assertAlmostEqual(row["true_ratio"], 32 / row["bits_per_parameter"])
     error = lambda name: rows[name]["relative_squared_error"]
     self.assertLess(error("published K=128 p=99"), error("published K=64 p=99"))
     self.assertLess(error("published K=128 p=80"),
