@@ -74,8 +74,8 @@ def make(config: TrainConfig, policy: Policy) -> Model:
   declared = vlm.weights(policy.config)
   storage = finest = None
   if policy.places is not None:
-    storage = policy.places.training.storage(declared)
-    finest = _finer(policy.places).storage(declared)
+    storage = _weights(policy.places.training, declared)
+    finest = _weights(_finer(policy.places), declared)
   _, params = hf.load_checkpoint(
       path, jnp.dtype(config.policy.compute_dtype), policy.config,
       shardings=storage, finest=finest)
@@ -108,6 +108,12 @@ def _finer(places: Places) -> Placement:
   # The rollout gathers no weights, but training may split them so.
   return dataclasses.replace(places.rollout, text=dataclasses.replace(
       places.rollout.text, embed=places.training.text.embed))
+
+
+def _weights(place: Placement, declared: Params) -> Params:
+  """Shardings of {"text": ..., "visual": ...} weights under a stage's rules."""
+  return {part: place.weights(tree, "vision" if part == "visual" else "text")
+          for part, tree in declared.items()}
 
 
 def _same(one: Params, other: Params) -> bool:
