@@ -7,6 +7,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 import jax
 import numpy as np
+import pytest
 
 from legolm_jax.array import LegoArray
 from legolm_jax.rules import Rules
@@ -72,6 +73,7 @@ class ReferenceTest(parameterized.TestCase):
   @parameterized.parameters(
       (MeshConfig(data=4, training_tp=1, rollout_tp=2), True),
       (MeshConfig(data=2, fsdp=2, training_tp=2, rollout_tp=1), False))
+  @pytest.mark.slow
   def test_on_a_mesh(self, mesh, freeze):
     path = self.with_two_key_heads()
     kwargs = dict(

@@ -8,7 +8,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from experiments import train
+import experiments
 from experiments.launch import ray_train
 
 _TRAIN = ("--", "--config=experiments/configs/grpo.py", "--output_dir=run")
@@ -50,11 +50,14 @@ class RayTrainTest(parameterized.TestCase):
     self.assertEqual(fit, "fit")
 
   def test_a_worker_runs_the_command(self):
-    with (mock.patch.object(train, "main") as main,
+    # The command itself would define its flags for all tests here.
+    train = mock.MagicMock()
+    with (mock.patch.dict(sys.modules, {"experiments.train": train}),
+          mock.patch.object(experiments, "train", train, create=True),
           mock.patch.object(ray_train.flags, "FLAGS") as parse):
       ray_train.train_worker({"argv": ["--output_dir=run"]})
     parse.assert_called_once_with(["train", "--output_dir=run"])
-    main.assert_called_once_with()
+    train.main.assert_called_once_with()
 
   @parameterized.parameters(
       (("--num_workers=1", "--gpus_per_worker=1"), "after --"),

@@ -282,8 +282,8 @@ class RefusalTest(CheckpointTestCase):
     config.write_text("[]")
     with self.refuses("config.json", "JSON object"):
       hf.load_checkpoint(self.path)
-    config.write_text('{"model_type": "llama"}')
-    with self.refuses("config.json", "'llama'"):
+    config.write_text('{"model_type": "bert"}')
+    with self.refuses("config.json", "'bert'"):
       hf.load_checkpoint(self.path)
     config.unlink()
     with self.refuses("config.json", "cannot be read"):

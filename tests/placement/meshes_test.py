@@ -103,10 +103,10 @@ class MeshesTest(parameterized.TestCase):
   def test_step(self, name, schedule):
     self.check(name, schedule)
 
-  @pytest.mark.slow
   @parameterized.parameters(*(
       (name, schedule) for name in _MESHES
       for schedule in ("serial", "rollplex")))
+  @pytest.mark.slow
   def test_every_mesh(self, name, schedule):
     self.check(name, schedule)
 
