@@ -57,7 +57,8 @@ test: venv ## Runs the fast tests (at most 12 minutes on 2 cores).
 	$(PYTEST) -n $(WORKERS) -m "not ($(SLOW))"
 
 test-slow: venv ## Runs the tests that `make test` leaves out.
-	$(PYTEST) -m "$(SLOW)" || [ $$? -eq 5 ]  # 5: there are none.
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "$(SLOW)" || \
+	  [ $$? -eq 5 ]  # 5: there are none.
 
 test-all: test test-slow ## Runs every test (at most 30 minutes on 2 cores).
 

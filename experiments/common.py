@@ -10,6 +10,7 @@ import pathlib
 import platform
 import re
 import sys
+import traceback
 from typing import Any
 
 from absl import app, flags
@@ -17,6 +18,7 @@ from absl import logging as absl_logging
 import jax
 import tqdm
 
+from experiments import processes
 from legolm_jax import errors as legolm_errors
 from rollplex_jax.errors import InputError
 from rollplex_jax.metrics import write_json
@@ -51,7 +53,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
       if _JSON.value:
         check_output("json", _JSON.value, make_folder=True)
       result = main()
-      if _JSON.value and result is not None:
+      if _JSON.value and result is not None and processes.is_first():
         write_json(_JSON.value, result)
     except BudgetError as error:
       print(error.report().partition("\n")[2], file=sys.stderr)
@@ -63,6 +65,11 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
       fail(f"{error.filename}: {reason}" if error.filename else reason)
     except KeyboardInterrupt:
       fail("interrupted", status=130)
+    except Exception as error:
+      if processes.several():
+        traceback.print_exc()
+        processes.end(error)
+      raise
 
   app.run(wrapped, flags_parser=_parse)
 
@@ -76,6 +83,8 @@ class _Plain(logging.Formatter):
 
 def fail(message: Any, status: int = 1) -> None:
   """Prints one line and exits."""
+  if processes.several():
+    processes.end(message, status)
   line = " ".join(str(message).split())
   print(f"error: {line}", file=sys.stderr)
   sys.exit(status)

@@ -14,6 +14,7 @@ from absl import flags
 from experiments import common
 from experiments.row_inputs import RowInputs
 from rollplex_jax import inference
+from rollplex_jax.models import architectures
 from rollplex_jax.stages.sampling import SamplingConfig
 
 _NUM = flags.DEFINE_integer(
@@ -31,6 +32,7 @@ def main():
   """Runs the command."""
   inputs = RowInputs()
   processor = inputs.processor
+  architectures.check_decodes(processor.config, "--model_path")
   sampling = SamplingConfig(
       max_completion_length=_LENGTH.value, temperature=_TEMPERATURE.value,
       top_k=_TOP_K.value, top_p=_TOP_P.value,

@@ -17,7 +17,7 @@ from absl import flags
 import ml_collections
 from ml_collections import config_flags
 
-from experiments import common
+from experiments import common, processes
 from experiments.display import TrainDisplay
 from rollplex_jax.config import TrainConfig, from_config_dict
 from rollplex_jax.errors import InputError
@@ -40,9 +40,12 @@ _RUN_FILES = ("metrics.jsonl", "samples.jsonl", "summary.json", "config.json",
 
 def main():
   """Runs the command."""
+  processes.start()
   config = read_config()
   output = pathlib.Path(common.required(_OUTPUT))
-  check_folder(output, _OVERWRITE.value)
+  first = processes.is_first()
+  if first:
+    check_folder(output, _OVERWRITE.value)
   if os.path.realpath(config.policy.path) == os.path.realpath(
       output / "policy"):
     raise InputError(f"--output_dir={output}: holds the policy that is to be "
@@ -50,7 +53,12 @@ def main():
   if config.policy.path:
     config = dataclasses.replace(config, policy=dataclasses.replace(
         config.policy, path=hub.resolve(config.policy.path)))
+  if config.reference.path:
+    config = dataclasses.replace(config, reference=dataclasses.replace(
+        config.reference, path=hub.resolve(config.reference.path)))
   trainer = Trainer(config)
+  if not first:
+    return trainer.train(output)
   for line in trainer.task.report:
     print(line)
   print(f"{trainer.num_parameters / 1e6:.1f} M parameters, "

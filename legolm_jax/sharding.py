@@ -10,13 +10,17 @@ from legolm_jax import encoding, packing
 from legolm_jax.array import LegoArray, Storage
 
 
-def device_put(array: LegoArray, mesh: Mesh, spec: PartitionSpec) -> LegoArray:
+def device_put(array: LegoArray, mesh: Mesh, spec: PartitionSpec,
+               finest: PartitionSpec | None = None) -> LegoArray:
   """Puts a LegoArray on the devices of a mesh.
 
   Args:
     array: on the host, not sharded.
     mesh: of devices.
     spec: what a dense matrix of the array's shape would have.
+    finest: the finest that any program will read it under, by default `spec`.
+      Each part of that has a list of outliers of its own; a program that splits
+      the array no finer can do so.
 
   Returns:
     The same on the devices, every leaf sharded as the matrix would be.
@@ -25,7 +29,7 @@ def device_put(array: LegoArray, mesh: Mesh, spec: PartitionSpec) -> LegoArray:
     ValueError: if the mesh doesn't divide the matrix.
   """
   shards = [1, 1]
-  for i, names in enumerate((*spec, None, None)[:2]):
+  for i, names in enumerate((*(finest or spec), None, None)[:2]):
     for name in names if isinstance(names, tuple) else (names,):
       shards[i] *= 1 if name is None else mesh.shape[name]
   array = with_shards(array, *shards)
@@ -93,6 +97,28 @@ def with_shards(array: LegoArray, first: int, second: int) -> LegoArray:
       offsets=begin.astype(np.uint32).reshape(array.offsets.shape))
 
 
+def part(array: LegoArray, index: int, count: int) -> LegoArray:
+  """The index-th of `count` equal parts along the first dimension.
+
+  Args:
+    array: on the host, not sharded.
+    index, count: which part.
+
+  Returns:
+    The same weights, packed as a matrix of that size would be.
+
+  Raises:
+    ValueError: if the dimension is no multiple of `count`.
+  """
+  size = array.shape[0]
+  if size % count:
+    raise ValueError(f"a dimension of {size} can't be cut into {count} parts")
+  kept = slice(index * size // count, (index + 1) * size // count)
+  if array.storage is Storage.OUT_IN:
+    return _repacked(array, kept, slice(None))
+  return encoding.contiguous(_repacked(array.T, slice(None), kept).T)
+
+
 def num_outliers(array: LegoArray) -> int:
   """Outliers of a LegoArray on the host, OUT_IN or not; its list may be longer.
 
@@ -110,17 +136,33 @@ def num_outliers(array: LegoArray) -> int:
 def _with_sections(array: LegoArray, section_out: int, section_inputs: int
                    ) -> LegoArray:
   """The same weights with sections of other sizes, by repacking."""
+  old = array.layout
+  return _repacked(array, slice(None), slice(None), packing.Layout(
+      old.out, old.inputs, section_out, section_inputs))
+
+
+def _repacked(array: LegoArray, rows: slice, columns: slice,
+              layout: packing.Layout | None = None) -> LegoArray:
+  """Part of an OUT_IN array in a layout, by default that of its size."""
   old, bits = array.layout, array.bits
   codes = old.unfill(packing.unpack(
       [np.ascontiguousarray(p) for p in array.planes], bits))
-  new = packing.Layout(old.out, old.inputs, section_out, section_inputs)
   outliers, offsets = array.outliers, array.offsets
   if outliers is not None:
+    # Every weight's outlier, or 0, where it stands.
+    values = np.zeros(codes.size, outliers.dtype)
     flat = np.flatnonzero(codes == array.num_codes - 1)
     flat = flat[np.argsort(old.places(flat)[0])]
-    values, offsets = packing.order_outliers(
-        new, flat, outliers[0, 0, :flat.size])
-    outliers = values[None, None] if flat.size else outliers
+    values[flat] = outliers[0, 0, :flat.size]
+    values = values.reshape(codes.shape)[rows, columns]
+  codes = np.ascontiguousarray(codes[rows, columns])
+  new = layout or packing.Layout.of(*codes.shape)
+  if outliers is not None:
+    flat = np.flatnonzero(codes == array.num_codes - 1)
+    values, offsets = packing.order_outliers(new, flat, values.ravel()[flat])
+    outliers = encoding.at_least_one(values)[None, None]
   return array.replace(
       planes=tuple(packing.pack(new.fill(codes), bits)), outliers=outliers,
-      offsets=offsets, section_out=section_out, section_inputs=section_inputs)
+      offsets=offsets, section_out=new.section_out,
+      section_inputs=new.section_inputs,
+      scale=None if array.scale is None else array.scale[rows])

@@ -15,6 +15,7 @@ import types
 import typing
 from typing import Any
 
+import jax
 import ml_collections
 from ml_collections import config_dict
 
@@ -52,6 +53,19 @@ class PolicyConfig:
     if self.compute_dtype not in ("float32", "bfloat16"):
       raise InputError(
           f"compute_dtype={self.compute_dtype!r}: expected float32 or bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+  """The model that the KL is taken to, if objective.beta is above 0.
+
+  Attributes:
+    path: checkpoint folder of the policy's architecture, ordinary or
+      compressed; empty for the policy's own initial weights. A frozen vision
+      tower is shared with the policy.
+  """
+
+  path: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,8 +171,8 @@ class TrainConfig:
 
   Attributes:
     algorithm: "rl" or "supervised".
-    policy, data, rollout, objective, optimizer, mesh, schedule, residency: see
-      there.
+    policy, reference, data, rollout, objective, optimizer, mesh, schedule,
+      residency: see there.
     train_batch_size: prompts (supervised: rows) per step.
     gen_batch_size: prompts that are rolled out per step; those groups whose
       rewards are not all equal are trained on, up to train_batch_size (DAPO's
@@ -187,6 +201,8 @@ class TrainConfig:
   algorithm: Algorithm = Algorithm.RL
   policy: PolicyConfig = dataclasses.field(
       default_factory=PolicyConfig)
+  reference: ReferenceConfig = dataclasses.field(
+      default_factory=ReferenceConfig)
   data: DataConfig = dataclasses.field(
       default_factory=DataConfig)
   rollout: RolloutConfig = dataclasses.field(
@@ -267,6 +283,11 @@ class TrainConfig:
           f"{self.rollout.max_completion_length}")
 
   @property
+  def has_reference(self) -> bool:
+    """Whether a reference model is scored."""
+    return self.algorithm == Algorithm.RL and self.objective.beta > 0
+
+  @property
   def prompts_per_update(self) -> int:
     return self.mini_batch_size or self.train_batch_size
 
@@ -304,6 +325,10 @@ def check_mesh(config: TrainConfig, parts: int) -> None:
     raise InputError(
         f"schedule.name=disaggregated with a mesh of {mesh.shape.size} devices: "
         "each pool is one device; expected no mesh")
+  if jax.process_count() > 1 and schedule.name == ScheduleName.DISAGGREGATED:
+    raise InputError(
+        f"schedule.name=disaggregated in {jax.process_count()} processes: "
+        "expected one, whose devices the pools are")
   if (mesh.training_tp != mesh.rollout_tp
       and schedule.name == ScheduleName.ROLLPLEX
       and schedule.prefix_source == PrefixSource.ROLLOUT):

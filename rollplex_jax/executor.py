@@ -8,16 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
 from rollplex_jax import prefix_budget, programs, schedule, window_trace
 from rollplex_jax.artifacts import Model, Store
 from rollplex_jax.data import batching
 from rollplex_jax.models import vlm
-from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement import moves
-from rollplex_jax.placement.host import to_host
+from rollplex_jax.placement.host import replicate, to_host
 from rollplex_jax.placement.layout import LayoutPlan
 from rollplex_jax.placement.pools import Pools
 from rollplex_jax.placement.sharding import Placement
@@ -27,58 +27,17 @@ from rollplex_jax.samples import (
   PromptBatch,
   own_batch,
 )
-from rollplex_jax.schedule import Facts, Lane, ScheduleConfig, Stage, Unit
+from rollplex_jax.schedule import Lane, Stage, Unit
+from rollplex_jax.settings import Settings, facts_of
 from rollplex_jax.stages import window as window_lib
 from rollplex_jax.stages.objectives import (
   LossMetrics,
   Normalizers,
-  ObjectiveConfig,
 )
 from rollplex_jax.stages.prefix import SavePolicy
 from rollplex_jax.stages.rollout import Completions
-from rollplex_jax.stages.sampling import SamplingConfig, sample_keys
+from rollplex_jax.stages.sampling import sample_keys
 from rollplex_jax.timeline import Timeline
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-  """What does not change during a run.
-
-  Attributes:
-    config: the model's configuration.
-    schedule: the order of stages.
-    sampling: of the rollout.
-    objective: the loss.
-    micro_batch_size: samples per pass; 0 for all.
-    remat: recompute layers in the backward pass.
-    with_entropy: measure entropy.
-    trained: names of the parts of the parameters that learn.
-    training, rollout: how these stages lie on the run's mesh, or None on one
-      device.
-  """
-
-  config: ModelConfig
-  schedule: ScheduleConfig
-  sampling: SamplingConfig
-  objective: ObjectiveConfig
-  micro_batch_size: int = 0
-  remat: bool = False
-  with_entropy: bool = True
-  trained: tuple[str, ...] = ("text",)
-  training: Placement | None = None
-  rollout: Placement | None = None
-
-
-def facts_of(settings: Settings, batch: PromptBatch, *, has_reference: bool,
-             several_updates: bool) -> Facts:
-  """What the plans of a step depend on."""
-  training, rollout = settings.training, settings.rollout
-  return Facts(
-      has_media=batch.vision is not None, has_reference=has_reference,
-      trains_tower="visual" in settings.trained,
-      scores_policy=several_updates,
-      moves_weights=(training is not None
-                     and training.text.heads != rollout.text.heads))
 
 
 class Step:
@@ -337,7 +296,7 @@ class Step:
     del item
     return self._put("completions", programs.decode(
         self._params(unit), self.settings.config, self.settings.sampling,
-        jax.device_put(self.batch.inputs), self._get(unit.reads[0]),
+        self._device_inputs(), self._get(unit.reads[0]),
         self._sample_keys(), place=self._place(unit)))
 
   def window(self, unit: Unit, item):
@@ -368,7 +327,7 @@ class Step:
         text, reference, s.config, s.sampling,
         window_lib.WindowConfig(unit=unit_shape, streams=(
             on_gpu and s.schedule.window_streams)),
-        jax.device_put(self.batch.inputs), self._get("rollout/kv"), own,
+        self._device_inputs(), self._get("rollout/kv"), own,
         theirs, self._sample_keys(), artifacts, place=s.rollout)
     self._put("completions", done)
     if self._layout is not None:
@@ -385,8 +344,25 @@ class Step:
 
   def _sample_keys(self) -> jax.Array:
     seed, step, num_generations = self._keys
-    return sample_keys(seed, step, jnp.asarray(self.batch.inputs.row_ids),
+    keys = sample_keys(seed, step, jnp.asarray(self.batch.inputs.row_ids),
                        num_generations)
+    if self._everywhere is None:
+      return keys
+    data = replicate(np.asarray(jax.random.key_data(keys)), self._everywhere)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
+
+  def _device_inputs(self):
+    if self._everywhere is None:
+      return jax.device_put(self.batch.inputs)
+    return replicate(self.batch.inputs, self._everywhere)
+
+  @property
+  def _everywhere(self) -> NamedSharding | None:
+    """Of what all devices of the policy's mesh have, if it is on one."""
+    found = self.policy.params["text"]["embed"].sharding
+    if not isinstance(found, NamedSharding):
+      return None
+    return NamedSharding(found.mesh, PartitionSpec())
 
   def score_full(self, unit: Unit, item: MicroBatch):
     logprobs = programs.score_full(

@@ -12,15 +12,20 @@ from rollplex_jax.artifacts import Model
 from rollplex_jax.data import batching
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
+from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.errors import InputError
-from rollplex_jax.executor import Settings, Step
+from rollplex_jax.executor import Step
 from rollplex_jax.full_passes import score_groups
+from rollplex_jax.models import architectures
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
 from rollplex_jax.samples import Groups, make_batch
 from rollplex_jax.schedule import ScheduleConfig
+from rollplex_jax.settings import Settings
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.sampling import SamplingConfig
+
+TOO_LONG = "longer than the model's positions"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +90,7 @@ def complete(params: Params, config: ModelConfig, processor: Processor,
   Yields:
     Each row's example and its completions.
   """
+  architectures.check_decodes(config, "checkpoint")
   batch_size = min(batch_size, len(rows))
   settings = Settings(
       config=config, schedule=ScheduleConfig(), sampling=sampling,
@@ -127,7 +133,13 @@ def score(params: Params, config: ModelConfig, processor: Processor,
   batch_size = min(batch_size, len(rows))
 
   def process(row, where):
-    return processor.prompt(row, where), processor.response(row, where)
+    prompt = processor.prompt(row, where)
+    response = processor.response(row, where)
+    count, limit = len(prompt.token_ids) + len(response), config.text.max_length
+    if limit is not None and count > limit:
+      raise RowError(where, TOO_LONG, f"expected at most the model's {limit} "
+                     f"tokens, found {count}")
+    return prompt, response
 
   for examples in progress(_batches(rows, process, batch_size)):
     prompts, responses = zip(*(e.prompt for e in examples))

@@ -14,7 +14,20 @@ import jax
 from rollplex_jax.errors import InputError
 
 
-class MetricsWriter:
+class NoWriter:
+  """What a process has that is not to write."""
+
+  def write(self, step: int, values: Mapping[str, float]) -> None:
+    """Writes nothing."""
+
+  def write_samples(self, samples: Iterable[Mapping[str, Any]]) -> None:
+    """Writes nothing."""
+
+  def close(self) -> None:
+    """Closes nothing."""
+
+
+class MetricsWriter(NoWriter):
   """Writes metrics.jsonl, samples.jsonl and, if asked, TensorBoard and wandb.
 
   Metric names follow verl's: timing_s/gen, actor/kl_loss, critic/score/mean,

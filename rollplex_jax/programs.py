@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from rollplex_jax.models import vlm
+from rollplex_jax.models import decoder, vlm
 from rollplex_jax.placement import sharding
 from rollplex_jax.placement.sharding import Placement
 from rollplex_jax.stages import (
@@ -177,6 +177,26 @@ def score_suffix(params, config, prompts, kv, rows,
       params, config, prompts, _rows(kv, rows), responses,
       temperature=temperature)
   return logprobs * responses.mask
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def text_logits(params, config, token_ids) -> jax.Array:
+  """float32 [B, T, V] logits after each of right-padded tokens [B, T]."""
+  places = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
+  positions = jnp.broadcast_to(places, (3, *token_ids.shape))
+  return decoder.logits(
+      params["text"], vlm.forward(params, config, token_ids, positions))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def response_logits(params, config, prompts, vision,
+                    responses: GroupResponses) -> jax.Array:
+  """float32 [b, g, R, V] logits of response tokens, over whole sequences."""
+  hidden = full_sequence.response_hidden(
+      params, config, prompts, vlm.vision_features(params, config, vision),
+      _flat(responses))
+  logits = decoder.logits(params["text"], hidden)
+  return logits.reshape(*responses.token_ids.shape, -1)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "place"))

@@ -6,7 +6,7 @@ recorded, its timeline.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import os
 import pathlib
@@ -94,8 +94,8 @@ def logprob_gap(completions: Completions, groups: Groups,
 
 def sample_lines(step: int, examples: Sequence[Example], texts: Sequence[str],
                  scores: Sequence[Mapping[str, float]], num_generations: int,
-                 kept: Collection[int]) -> Iterator[dict[str, Any]]:
-  """Lines of samples.jsonl.
+                 ) -> Iterator[dict[str, Any]]:
+  """Lines of samples.jsonl, but for whether a sample was trained on.
 
   Args:
     step: number of the step, from 1.
@@ -103,7 +103,6 @@ def sample_lines(step: int, examples: Sequence[Example], texts: Sequence[str],
     texts: completions of all samples in order.
     scores: of the same.
     num_generations: completions of each prompt.
-    kept: rows of the groups that were trained on.
   """
   for b, example in enumerate(examples):
     for g in range(num_generations):
@@ -111,7 +110,7 @@ def sample_lines(step: int, examples: Sequence[Example], texts: Sequence[str],
       yield {"step": step, "row": example.index, "sample": g,
              "prompt": prompt_text(example.row), "completion": texts[n],
              "reward": scores[n]["overall"],
-             "scores": scores[n], "trained": b in kept}
+             "scores": scores[n]}
 
 
 def prompt_text(row: Mapping[str, Any]) -> str:

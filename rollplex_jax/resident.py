@@ -27,10 +27,14 @@ import jax
 from rollplex_jax import residency_plan
 from rollplex_jax.artifacts import Model
 from rollplex_jax.buffer_sizes import Setup, Workload
+from rollplex_jax.config import TrainConfig
 from rollplex_jax.executor import Step
 from rollplex_jax.models import vlm
+from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
+from rollplex_jax.placement.layout import How
 from rollplex_jax.placement.ledger import Ledger
+from rollplex_jax.placement.mesh import Places
 from rollplex_jax.placement.moves import Keeper
 from rollplex_jax.placement.residency import ResidencyConfig, ResidencyPlan
 from rollplex_jax.policy import Policy
@@ -66,6 +70,27 @@ class Residency:
     self._frozen: Params | None = None
     # What is alive before the run has nothing to do with it.
     self._others = jax.live_arrays() if config.check else []
+
+  @classmethod
+  def of_run(cls, config: TrainConfig, model: ModelConfig,
+             places: Places | None) -> Residency:
+    """Of a run whose model lies on a mesh, or on one device."""
+    dtype = config.policy.compute_dtype
+    setup = Setup(config=model, dtype=dtype)
+    if places is not None:
+      layout = places.plan_layout(vlm.weights(model)["text"], dtype)
+      setup = dataclasses.replace(
+          setup, mesh=config.mesh.shape, training=places.training,
+          rollout=places.rollout, storage=places.storage,
+          rebuilt_bytes=layout.bytes_of(How.REBUILD) if layout else 0)
+    return cls(config.residency, setup, Workload(
+        num_prompts=0, prompt_length=0,
+        num_generations=config.rollout.num_generations,
+        response_length=config.rollout.max_completion_length,
+        micro_batch_size=config.micro_batch_size,
+        prompts_per_update=config.prompts_per_update,
+        updates=config.updates_per_step,
+        parts=1 if places is None else places.parts))
 
   def plan(self, batch: PromptBatch, facts: Facts, schedule: ScheduleConfig,
            ) -> tuple[ResidencyPlan, ScheduleConfig]:

@@ -15,7 +15,9 @@ from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.inputs import PromptInputs, VisionInputs
 from rollplex_jax.placement.host import to_host
+from rollplex_jax.placement.processes import Spread
 from rollplex_jax.stages.response import GroupResponses
+from rollplex_jax.stages.rollout import Completions
 
 # Responses are cut to buckets of at least this length: telling short ones
 # apart would compile many programs and save little.
@@ -31,12 +33,14 @@ class PromptBatch:
     inputs: the same, padded.
     vision: their packed patches, or None without media.
     parts: into how many parts the batch is split over devices, row after row.
+    spread: which of them are this process's, if there are several processes.
   """
 
   prompts: Sequence[Prompt]
   inputs: PromptInputs
   vision: VisionInputs | None
   parts: int = 1
+  spread: Spread | None = None
 
   def cut(self, groups: Groups, size: int) -> list[MicroBatch]:
     """`micro_batches` of some of the batch's groups."""
@@ -46,8 +50,19 @@ class PromptBatch:
 
 def make_batch(config: ModelConfig, prompts: Sequence[Prompt],
                row_ids: Sequence[int], num_rows: int | None = None,
-               length: int | None = None, parts: int = 1) -> PromptBatch:
+               length: int | None = None, parts: int = 1,
+               spread: Spread | None = None) -> PromptBatch:
   """Pads prompts and packs their patches.
+
+  Args:
+    config: of the model.
+    prompts: B prompts.
+    row_ids: their identities, which key sampling.
+    num_rows: rows of the batch; empty ones fill it up.
+    length: padded length P; the bucket of the longest prompt if None.
+    parts: into how many the batch is split over devices.
+    spread: which of those are this process's; other parts' prompts need no
+      patches.
 
   Raises:
     InputError: if the prompts do not divide by `parts`.
@@ -55,13 +70,13 @@ def make_batch(config: ModelConfig, prompts: Sequence[Prompt],
   if parts > 1 and len(prompts) % parts:
     raise InputError(f"{len(prompts)} prompts do not divide by the {parts} "
                      "parts into which the mesh splits a batch")
-  vision = batching.pack_vision(prompts, config.vision, parts)
+  vision = batching.pack_vision(prompts, config.vision, parts, spread)
   part_features = 0
   if vision is not None and parts > 1:
     part_features = vlm.num_features(config, vision) // parts
   inputs = batching.stack_prompts(
       prompts, row_ids, num_rows, length, parts, part_features)
-  return PromptBatch(prompts, inputs, vision, parts)
+  return PromptBatch(prompts, inputs, vision, parts, spread)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +99,14 @@ class Groups:
   advantages: np.ndarray
   old_logprobs: np.ndarray | None = None
   ref_logprobs: np.ndarray | None = None
+
+  @classmethod
+  def of(cls, rows: np.ndarray, completions: Completions,
+         advantages: np.ndarray) -> Groups:
+    """Some rows of a step's batch with their completions."""
+    return cls(
+        rows=rows.astype(np.int32), token_ids=completions.token_ids[rows],
+        lengths=completions.lengths[rows], advantages=advantages[rows])
 
   def __len__(self) -> int:
     return len(self.rows)
@@ -220,7 +243,8 @@ def own_batch(config: ModelConfig, batch: PromptBatch,
     return batch
   prompts = [batch.prompts[i] for i in rows]
   return make_batch(config, prompts, batch.inputs.row_ids[rows],
-                    length=batch.inputs.token_ids.shape[1], parts=batch.parts)
+                    length=batch.inputs.token_ids.shape[1], parts=batch.parts,
+                    spread=batch.spread)
 
 
 def _power_of_two(count: int) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import time
@@ -25,32 +26,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollplex_jax import inference, reports
+from rollplex_jax import inference, reports, supervised
 from rollplex_jax import metrics as metrics_lib
+from rollplex_jax import reference as reference_lib
+from rollplex_jax import scoring as scoring_lib
 from rollplex_jax.artifacts import Model
-from rollplex_jax.buffer_sizes import Setup, Workload
 from rollplex_jax.config import (
   Algorithm,
   TrainConfig,
   check_mesh,
   to_config_dict,
 )
-from rollplex_jax.data import batching
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation, evaluate
-from rollplex_jax.executor import Settings, Step, facts_of
-from rollplex_jax.full_passes import supervised_gradient
+from rollplex_jax.executor import Step
 from rollplex_jax.models import hf, vlm, weights
 from rollplex_jax.models.weights import Params
-from rollplex_jax.placement.layout import How
+from rollplex_jax.placement import processes
+from rollplex_jax.placement.host import to_host
 from rollplex_jax.placement.mesh import Places, make_places
 from rollplex_jax.placement.pools import Pools
 from rollplex_jax.policy import Policy
 from rollplex_jax.resident import Residency
 from rollplex_jax.samples import Groups, PromptBatch, make_batch
 from rollplex_jax.schedule import ScheduleName
+from rollplex_jax.settings import Settings, facts_of
 from rollplex_jax.stages import objectives, update
 from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.stages.sampling import SamplingConfig
@@ -93,6 +95,7 @@ class Trainer:
     """
     if not config.policy.path:
       raise InputError("policy.path is not set: expected a checkpoint folder")
+    reference_lib.check(config)
     self.config = config
     self.supervised = config.algorithm == Algorithm.SUPERVISED
     self.processor = Processor.from_checkpoint(
@@ -105,6 +108,7 @@ class Trainer:
     self.model_config = hf.load_config(config.policy.path)
     places = make_places(config.mesh, vlm.axis_sizes(self.model_config))
     self._parts = 1 if places is None else places.parts
+    self._spread = places and places.spread
     check_mesh(config, self._parts)
     # dr_grpo divides by the rollout's length limit.
     self.objective = dataclasses.replace(
@@ -137,9 +141,8 @@ class Trainer:
         optimizer=config.optimizer, dtype=config.policy.compute_dtype,
         freeze_vision_tower=config.policy.freeze_vision_tower)
     self._reference = None
-    if self._has_reference:
-      # A copy: the first update donates the master weights.
-      self._reference = self.policy.copy()
+    if config.has_reference:
+      self._reference = reference_lib.make(config, self.policy)
     if self._residency is not None:
       self._residency.hold(self.policy, self._reference)
       # Its weights are where the plan of a phase has them.
@@ -166,10 +169,6 @@ class Trainer:
   def num_parameters(self) -> int:
     return weights.num_parameters(self.params)
 
-  @property
-  def _has_reference(self) -> bool:
-    return not self.supervised and self.config.objective.beta > 0
-
   def _trained_parts(self) -> tuple[str, ...]:
     has_tower = self.model_config.vision is not None
     frozen = self.config.policy.freeze_vision_tower
@@ -178,31 +177,15 @@ class Trainer:
   def _plan_residency(self, places: Places | None) -> Residency:
     """The plans of the run's steps. Refuses a budget before anything is loaded.
     """
-    config = self.config
-    declared = vlm.weights(self.model_config)
-    layout = places and places.plan_layout(
-        declared["text"], config.policy.compute_dtype)
-    setup = Setup(
-        config=self.model_config, dtype=config.policy.compute_dtype,
-        mesh=config.mesh.shape, **({} if places is None else dict(
-            training=places.training, rollout=places.rollout,
-            storage=places.storage)),
-        rebuilt_bytes=layout.bytes_of(How.REBUILD) if layout else 0)
-    residency = Residency(config.residency, setup, Workload(
-        num_prompts=0, prompt_length=0, parts=self._parts,
-        num_generations=config.rollout.num_generations,
-        response_length=config.rollout.max_completion_length,
-        micro_batch_size=config.micro_batch_size,
-        prompts_per_update=config.prompts_per_update,
-        updates=config.updates_per_step))
-    if config.residency.budget_gb:
+    residency = Residency.of_run(self.config, self.model_config, places)
+    if self.config.residency.budget_gb:
       # Batches differ in length: this one stands for all, and each is planned
       # again before it runs.
       batch = self._batch(next(self._batches()))
-      facts = facts_of(
-          self.settings, batch, has_reference=self._has_reference,
-          several_updates=config.updates_per_step > 1)
-      residency.plan(batch, facts, self.settings.schedule)
+      residency.plan(batch, facts_of(
+          self.settings, batch, has_reference=self.config.has_reference,
+          several_updates=self.config.updates_per_step > 1),
+                     self.settings.schedule)
     return residency
 
   def _phase(self, name: str, step: Step | None = None):
@@ -235,15 +218,18 @@ class Trainer:
       InputError: if `output_dir` already holds a run.
     """
     folder = pathlib.Path(output_dir)
-    if (folder / "metrics.jsonl").exists():
+    writes = processes.is_first()
+    if writes and (folder / "metrics.jsonl").exists():
       raise InputError(f"{folder}: already holds a run; choose another folder")
     config_tree = to_config_dict(self.config).to_dict()
     start = time.perf_counter()
     compiled = metrics_lib.CompileCounter()
-    writer = metrics_lib.MetricsWriter(
-        folder, tensorboard=tensorboard, wandb_project=wandb_project,
-        config=config_tree)
-    metrics_lib.write_json(folder / "config.json", config_tree)
+    writer = metrics_lib.NoWriter()
+    if writes:
+      writer = metrics_lib.MetricsWriter(
+          folder, tensorboard=tensorboard, wandb_project=wandb_project,
+          config=config_tree)
+      metrics_lib.write_json(folder / "config.json", config_tree)
     self.evaluations = []
     evaluated = []
 
@@ -281,10 +267,11 @@ class Trainer:
         writer.write_samples(samples)
         on_step(Progress(steps, self.config.total_steps, values))
         train_seconds += time.perf_counter() - step_start
-        reports.write_timeline(folder / "timeline", timeline, steps,
-                               compiled.count - programs)
-        if (self.config.max_seconds
-            and train_seconds >= self.config.max_seconds):
+        if writes:
+          reports.write_timeline(folder / "timeline", timeline, steps,
+                                 compiled.count - programs)
+        if self.config.max_seconds and processes.from_first(
+            lambda spent=train_seconds: spent >= self.config.max_seconds):
           break
         if self.config.eval_every and steps % self.config.eval_every == 0:
           if steps < self.config.total_steps:
@@ -307,11 +294,14 @@ class Trainer:
         "tokens_per_second": tokens / max(train_seconds, 1e-9),
         "compilations": compiled.count, "compile_seconds": compiled.seconds,
         "skipped_rows": self.skipped_rows,
+        "reference": reference_lib.summary(
+            self.config, self.reference, self.policy.frozen),
         "layout": self.policy.layout and self.policy.layout.to_dict(),
         "residency": self._residency and self._residency.summary(),
         "evaluations": evaluated,
     }
-    metrics_lib.write_json(folder / "summary.json", summary)
+    if writes:
+      metrics_lib.write_json(folder / "summary.json", summary)
     return summary
 
   def _is_good_enough(self) -> bool:
@@ -323,14 +313,18 @@ class Trainer:
     return success is not None and success[0] >= wanted
 
   def save(self, path: str | os.PathLike) -> None:
-    """Writes the policy as a checkpoint that `transformers` loads."""
+    """Writes the policy as a checkpoint that `transformers` loads.
+
+    Of several processes all must call this; the first one writes.
+    """
     hf.save_checkpoint(path, self.model_config, self.params,
                        assets_from=self.config.policy.path)
 
   def evaluate(self, rows: Sequence, **kwargs) -> Evaluation:
-    """Greedy completions of held-out rows, scored."""
+    """Greedy completions of held-out rows, scored by the first process."""
+    score = lambda *args: processes.from_first(lambda: self.task.score(*args))
     return evaluate(
-        self.params, self.model_config, self.processor, rows, self.task.score,
+        self.params, self.model_config, self.processor, rows, score,
         dataclasses.replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0),
         batch_size=self.config.eval_batch_size, **kwargs)
 
@@ -344,21 +338,29 @@ class Trainer:
 
     process = self.processor.prompt
     if self.supervised:
-      process = self._supervised_example
+      process = functools.partial(supervised.example, self.processor)
     rows = self.task.train_rows
+    size = self._batch_size
     dataset = input_pipeline(
-        rows, process, seed=config.seed,
-        batch_size=(config.train_batch_size if self.supervised
-                    else config.gen_batch_size or config.train_batch_size),
-        on_bad_row=skip if self.task.may_skip else None)
+        rows, process, seed=config.seed, batch_size=size,
+        on_bad_row=skip if self.task.may_skip else None,
+        slots=self._spread and self._spread.rows(size))
     return iter(dataset)
+
+  @property
+  def _batch_size(self) -> int:
+    """Rows of a step."""
+    config = self.config
+    if self.supervised:
+      return config.train_batch_size
+    return config.gen_batch_size or config.train_batch_size
 
   def step(self, examples: list[Example], step: int,
            timeline: Timeline | None = None):
     """One step. Returns its metrics and the samples to record.
 
     Args:
-      examples: of the step.
+      examples: of the step, those of this process's parts of the batch.
       step: its number, from 0.
       timeline: records it; the step then waits after each of its units.
     """
@@ -394,7 +396,9 @@ class Trainer:
     with timer.phase("gen"), self._phase("rollout", work):
       completions = work.roll_out()
     with timer.phase("reward", "host"):
-      texts, scores = self._score(examples, completions)
+      scores, lines = scoring_lib.score(
+          self.task.score, self.processor, examples, completions, step + 1,
+          self._spread)
       rewards = np.array([s["overall"] for s in scores], np.float32).reshape(
           completions.lengths.shape)
     with timer.phase("adv", "host"):
@@ -404,28 +408,20 @@ class Trainer:
     values = reports.rollout_metrics(batch, completions, rewards, scores)
     values["train/groups"] = float(len(kept))
     if len(kept):
-      groups = _groups(kept, completions, advantages)
+      groups = Groups.of(kept, completions, advantages)
       values |= self._updates(work, groups, completions, step, timer)
-    return values, reports.sample_lines(
-        step + 1, examples, texts, scores, rollout.num_generations,
-        set(kept.tolist()))
+    kept = set(kept.tolist())
+    return values, [line | {"trained": i // rollout.num_generations in kept}
+                    for i, line in enumerate(lines)]
 
   def _batch(self, examples: list[Example]) -> PromptBatch:
+    prompts = [(e.prompt, e.index) for e in examples]
+    if self._spread is not None:
+      prompts = self._spread.share(prompts, lambda item: (
+          dataclasses.replace(item[0], patches=None), item[1]))
     return make_batch(
-        self.model_config, [e.prompt for e in examples],
-        [e.index for e in examples], parts=self._parts)
-
-  def _score(self, examples, completions: Completions):
-    """Texts and scores of all samples, in order."""
-    g = completions.lengths.shape[1]
-    texts = [
-        self.processor.decode(ids[:length])
-        for ids, length in zip(
-            completions.token_ids.reshape(-1, completions.token_ids.shape[2]),
-            completions.lengths.reshape(-1))]
-    rows = [e.row for e in examples for _ in range(g)]
-    indices = [e.index for e in examples for _ in range(g)]
-    return texts, self.task.score(texts, rows, indices)
+        self.model_config, *zip(*prompts), parts=self._parts,
+        spread=self._spread)
 
   def _kept_groups(self, rewards: np.ndarray) -> np.ndarray:
     """Rows of the groups that are trained on."""
@@ -437,7 +433,7 @@ class Trainer:
   def _updates(self, work: Step, groups: Groups, completions: Completions,
                step: int, timer):
     """Scores under reference and old policy, then updates the policy."""
-    scores = "ref" if self._has_reference else "old_log_prob"
+    scores = "ref" if self.config.has_reference else "old_log_prob"
     with timer.phase(scores), self._phase("score", work):
       groups = work.score(groups)
     values, total, gap = {}, None, {}
@@ -463,7 +459,7 @@ class Trainer:
         values |= new
         total = metrics if total is None else total.merge(metrics)
       values |= total.finalize()
-      values = {k: float(v) for k, v in jax.device_get(values).items()}
+      values = {k: float(v) for k, v in to_host(values).items()}
     return values | gap
 
   def _update(self, grads: Params) -> dict[str, jax.Array]:
@@ -488,52 +484,15 @@ class Trainer:
 
   # -- supervised ------------------------------------------------------------
 
-  def _supervised_example(self, row, where):
-    """(prompt, response ids with an EOS at the end)."""
-    prompt = self.processor.prompt(row, where)
-    response = self.processor.response(row, where)
-    eos = self.processor.tokenizer.eos_token_id
-    if eos is not None and (not response or response[-1] != eos):
-      response = [*response, eos]
-    return prompt, response
-
   def _supervised_step(self, examples: list[Example], step: int, timer):
     del step
-    config = self.config
     with timer.phase("data", "host"):
-      prompts, responses = zip(*(e.prompt for e in examples))
-      batch = make_batch(
-          self.model_config, prompts, [e.index for e in examples],
-          parts=self._parts)
-      token_ids, lengths = batching.stack_responses(responses)
-      groups = Groups(
-          rows=np.arange(len(prompts), dtype=np.int32),
-          token_ids=token_ids[:, None], lengths=lengths[:, None],
-          advantages=np.zeros((len(prompts), 1), np.float32))
-    values, losses = {}, []
+      batch, groups = supervised.collect(
+          self.model_config, examples, self._parts, self._spread)
     with timer.phase("update_actor"):
-      size = config.prompts_per_update
-      for i in range(0, len(prompts), size):
-        with timer.timeline.event("gradient_full", "training") as wait:
-          grads, loss = wait(supervised_gradient(
-              self.policy.trained, self.policy.frozen, self.model_config, batch,
-              groups.take(np.arange(i, min(i + size, len(prompts)))),
-              micro_batch_size=config.micro_batch_size,
-              remat=config.policy.remat, place=self.settings.training))
-        with timer.timeline.event("update", "training") as wait:
-          new = wait(self.policy.update(grads))
-        values |= new
-        losses.append(loss)
-      values = {k: float(v) for k, v in jax.device_get(values).items()}
-    values["train/loss"] = float(np.mean(jax.device_get(losses)))
+      values = supervised.update(
+          self.policy, self.settings, batch, groups,
+          self.config.prompts_per_update, timer.timeline)
     values["perf/total_num_tokens"] = float(
-        lengths.sum() + batch.inputs.lengths.sum())
+        groups.lengths.sum() + batch.inputs.lengths.sum())
     return values, []
-
-
-def _groups(kept: np.ndarray, completions: Completions,
-            advantages: np.ndarray) -> Groups:
-  """The groups that are kept, with their rows in the step's batch."""
-  return Groups(
-      rows=kept.astype(np.int32), token_ids=completions.token_ids[kept],
-      lengths=completions.lengths[kept], advantages=advantages[kept])

@@ -89,12 +89,12 @@ class SamplesTest(absltest.TestCase):
     examples = [Example(7, rows[0], None), Example(4, rows[1], None)]
     scores = [{"overall": float(i), "success": 1.0} for i in range(4)]
     lines = list(reports.sample_lines(
-        3, examples, ["a", "b", "c", "d"], scores, 2, {1}))
+        3, examples, ["a", "b", "c", "d"], scores, 2))
     self.assertEqual(
-        [(line["row"], line["sample"], line["completion"], line["reward"],
-          line["trained"]) for line in lines],
-        [(7, 0, "a", 0.0, False), (7, 1, "b", 1.0, False),
-         (4, 0, "c", 2.0, True), (4, 1, "d", 3.0, True)])
+        [(line["row"], line["sample"], line["completion"], line["reward"])
+         for line in lines],
+        [(7, 0, "a", 0.0), (7, 1, "b", 1.0), (4, 0, "c", 2.0),
+         (4, 1, "d", 3.0)])
     self.assertEqual({line["step"] for line in lines}, {3})
     self.assertEqual(
         [line["prompt"] for line in lines[1:3]], ["go", "<video> look again"])

@@ -12,12 +12,13 @@ import numpy as np
 from rollplex_jax import executor, programs, residency_plan, samples
 from rollplex_jax.artifacts import Model
 from rollplex_jax.buffer_sizes import Setup, Workload
-from rollplex_jax.executor import Settings, Step
+from rollplex_jax.executor import Step
 from rollplex_jax.models import vlm
 from rollplex_jax.placement import moves
 from rollplex_jax.placement.ledger import Ledger, LedgerError
 from rollplex_jax.placement.moves import Keeper
 from rollplex_jax.schedule import Facts, ScheduleConfig
+from rollplex_jax.settings import Settings
 from rollplex_jax.stages import update
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.sampling import SamplingConfig

@@ -17,18 +17,21 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from rollplex_jax import full_passes, inference, programs
+from rollplex_jax import full_passes, inference, programs, residency_plan
 from rollplex_jax.artifacts import Model
+from rollplex_jax.buffer_sizes import Setup, Workload
 from rollplex_jax.config import RolloutConfig, TrainConfig
 from rollplex_jax.data import processor as processor_lib
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.data.rows import RowFile, RowList, select_rows
 from rollplex_jax.errors import InputError
-from rollplex_jax.executor import Settings, Step
+from rollplex_jax.executor import Step
 from rollplex_jax.models import decoder, hf, vlm
+from rollplex_jax.placement.residency import BudgetError
 from rollplex_jax.samples import Groups, make_batch
-from rollplex_jax.schedule import ScheduleConfig
+from rollplex_jax.schedule import Facts, ScheduleConfig
+from rollplex_jax.settings import Settings
 from rollplex_jax.stages import full_sequence, update
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.response import GroupResponses
@@ -273,6 +276,28 @@ class RLCasesTest(parameterized.TestCase):
             logprobs[n, at, token], out.logprobs.reshape(-1, _R)[n, i], delta=1e-4)
         checked += 1
     self.assertGreater(checked, 12)
+
+  def test_case_9_two_copies_and_a_cache_are_planned_before(self):
+    # How a run keeps to its plan: resident_test.py.
+    facts = Facts(has_media=True, has_reference=True, trains_tower=False,
+                  scores_policy=False, moves_weights=True)
+    work = Workload(
+        num_prompts=4, prompt_length=64, num_generations=4, response_length=64)
+    schedule = ScheduleConfig(name="rollplex", prefix_source="window")
+    setup = Setup(config=self.config, rebuilt_bytes=200_000)
+    plan, _ = residency_plan.plan(setup, schedule, facts, work)
+    self.assertEqual(plan.peak_phase, "rollout/window:rollout")
+    held = plan.during("rollout/window:rollout")
+    self.assertGreater(held["rollout/weights"], 0)
+    self.assertGreater(held["rollout/cache"], 0)
+    self.assertNotIn("rollout/weights", plan.during("update"))
+    before = len(jax.live_arrays())
+    with self.assertRaisesRegex(
+        BudgetError, "rollout/window.* needs .* per device, more than the budget"
+    ) as caught:
+      residency_plan.plan(setup, schedule, facts, work, plan.peak_bytes // 4)
+    self.assertLen(jax.live_arrays(), before)
+    self.assertRegex(caught.exception.report(), r"rollout +.* MiB .*<- peak")
 
   def test_case_10_checkpoint_names_are_checked_both_ways(self):
     # See also models/checkpoint_test.py.

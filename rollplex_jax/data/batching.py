@@ -9,12 +9,14 @@ import numpy as np
 from rollplex_jax.data.processor import Prompt
 from rollplex_jax.models.config import VisionConfig
 from rollplex_jax.models.inputs import (
+  PackedSize,
   PromptInputs,
   VisionInputs,
   plan_vision,
   stack_parts,
 )
 from rollplex_jax.models.positions import next_position
+from rollplex_jax.placement.processes import Spread, exchange
 
 
 def bucket(size: int, smallest: int = 4) -> int:
@@ -74,18 +76,30 @@ def stack_prompts(prompts: Sequence[Prompt], row_ids: Sequence[int],
 
 
 def pack_vision(prompts: Sequence[Prompt], config: VisionConfig | None,
-                parts: int = 1) -> VisionInputs | None:
+                parts: int = 1, spread: Spread | None = None,
+                ) -> VisionInputs | None:
   """Packs the media of a batch, or None where there are none.
 
-  `parts` packs those of so many equal parts of the batch, each on its own.
+  Args:
+    prompts: of the batch.
+    config: of the tower, if there is one.
+    parts: into how many equal parts the batch is split, each packed on its own.
+    spread: which of those are this process's; the arrays are then spread over
+      all processes, which must all call this. Other parts' prompts need no
+      patches.
   """
   if config is None or not any(len(p.grids) for p in prompts):
     return None
   if parts > 1:
     size = len(prompts) // parts
-    return stack_parts([
-        pack_vision(prompts[i * size:(i + 1) * size], config)
-        for i in range(parts)])
+    packed = [pack_vision(prompts[i * size:(i + 1) * size], config)
+              for i in (range(parts) if spread is None else spread.local)]
+    if spread is None:
+      return stack_parts(packed, config.patch_dim)
+    sizes = exchange([PackedSize.of(p) for p in packed if p is not None])
+    return spread.place(stack_parts(
+        packed, config.patch_dim, PackedSize.largest(
+            [size for theirs in sizes for size in theirs])))
   unit = config.spatial_merge_size ** 2
   return plan_vision(
       np.concatenate([p.patches for p in prompts]),

@@ -42,6 +42,7 @@ def input_pipeline(
     on_bad_row: Callable[[RowError], None] | None = None,
     num_threads: int = 2,
     prefetch: int | None = None,
+    slots: Sequence[int] | None = None,
 ) -> grain.IterDataset[list[Example]]:
   """Returns a dataset of lists of `batch_size` examples.
 
@@ -60,6 +61,9 @@ def input_pipeline(
       that is repeated for ever never yields: `rows.select_rows` rules it out.
     num_threads: threads that read ahead; 0 reads when asked.
     prefetch: rows to keep ready, two batches by default.
+    slots: places in each batch to read, by default all; the batches that come
+      hold those rows only. Several processes thus share out the same batches.
+      Rows must then be repeated for ever.
 
   Returns:
     A dataset; `iter` gives an iterator with `get_state` and `set_state`.
@@ -88,7 +92,14 @@ def input_pipeline(
   dataset = grain.MapDataset.source(range(len(rows)))
   if seed is not None:
     dataset = dataset.shuffle(seed=seed)
-  dataset = dataset.repeat(num_epochs).map(load)
+  dataset = dataset.repeat(num_epochs)
+  if slots is not None:
+    whole, own = dataset, list(slots)
+    dataset = grain.MapDataset.range(0, len(whole)).map(
+        lambda i, size=batch_size: whole[
+            i // len(own) * size + own[i % len(own)]])
+    batch_size = len(own)
+  dataset = dataset.map(load)
   if prefetch is None:
     prefetch = 2 * batch_size
   options = grain.ReadOptions(

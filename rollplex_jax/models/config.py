@@ -19,11 +19,16 @@ _ARCHITECTURES = {
     VISION_LANGUAGE: "Qwen2_5_VLForConditionalGeneration",
     TEXT_ONLY: "Qwen2ForCausalLM",
 }
+MODEL_TYPES = tuple(_ARCHITECTURES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig:
   """The text decoder. `mrope_section` is None for plain 1-D rotary."""
+
+  model_type = TEXT_ONLY
+  max_length = None  # Of a sequence; rotary positions set no limit.
+  rope_scaling = None
 
   vocab_size: int
   hidden_size: int
@@ -39,11 +44,11 @@ class TextConfig:
   initializer_range: float = 0.02
 
   def __post_init__(self):
-    _positive(self, "vocab_size", "hidden_size", "intermediate_size",
-              "num_hidden_layers", "num_attention_heads",
-              "num_key_value_heads")
-    _divides(self, "num_attention_heads", "hidden_size")
-    _divides(self, "num_key_value_heads", "num_attention_heads")
+    positive(self, "vocab_size", "hidden_size", "intermediate_size",
+             "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads")
+    divides(self, "num_attention_heads", "hidden_size")
+    divides(self, "num_key_value_heads", "num_attention_heads")
     if self.head_dim % 2:
       raise InputError(
           f"config: head size must be even for rotary, found {self.head_dim}")
@@ -77,10 +82,10 @@ class VisionConfig:
   initializer_range: float = 0.02
 
   def __post_init__(self):
-    _positive(self, "depth", "hidden_size", "intermediate_size", "num_heads",
-              "out_hidden_size", "in_channels", "patch_size",
-              "spatial_merge_size", "temporal_patch_size", "window_size")
-    _divides(self, "num_heads", "hidden_size", where="vision_config")
+    positive(self, "depth", "hidden_size", "intermediate_size", "num_heads",
+             "out_hidden_size", "in_channels", "patch_size",
+             "spatial_merge_size", "temporal_patch_size", "window_size")
+    divides(self, "num_heads", "hidden_size", where="vision_config")
     if self.head_dim % 4:
       raise InputError(
           "config: vision head size must be a multiple of 4 for 2-D rotary, "
@@ -108,9 +113,13 @@ class VisionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-  """A policy: text decoder, optional vision tower, and special token ids."""
+  """A policy: text decoder, optional vision tower, and special token ids.
 
-  text: TextConfig
+  `text` is a TextConfig, or the configuration of another decoder (see
+  `architectures`).
+  """
+
+  text: Any
   vision: VisionConfig | None = None
   image_token_id: int | None = None
   video_token_id: int | None = None
@@ -136,7 +145,8 @@ class ModelConfig:
 
   @property
   def model_type(self) -> str:
-    return TEXT_ONLY if self.vision is None else VISION_LANGUAGE
+    return (self.text.model_type if self.vision is None
+            else VISION_LANGUAGE)
 
   @property
   def vision_token_ids(self) -> tuple[int, ...]:
@@ -174,12 +184,18 @@ class ModelConfig:
     return cls(
         text=_text_from_hf(text_raw, tie, with_vision, where),
         vision=_vision_from_hf(raw, where) if with_vision else None,
-        eos_token_ids=_as_tuple(token("eos_token_id")),
+        eos_token_ids=as_tuple(token("eos_token_id")),
         **{name: token(name) for name in names},
     )
 
   def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
-    """Returns a flat config.json that every transformers version loads."""
+    """Returns a flat config.json that every transformers version loads.
+
+    Raises:
+      ValueError: if the decoder is of another kind than a policy's.
+    """
+    if not isinstance(self.text, TextConfig):
+      raise ValueError(f"{self.model_type} checkpoints are read, not written")
     text = dataclasses.asdict(self.text)
     section = text.pop("mrope_section")
     raw = {
@@ -215,7 +231,7 @@ class ModelConfig:
 
 
 def _text_from_hf(raw, tie, with_vision, where) -> TextConfig:
-  _expect(raw, "hidden_act", "silu", where)
+  expect(raw, "hidden_act", "silu", where)
   if raw.get("use_sliding_window"):
     # Layers from max_window_layers on slide; 80 and 28 are the defaults.
     first = raw.get("max_window_layers", 80 if with_vision else 28)
@@ -233,13 +249,13 @@ def _text_from_hf(raw, tie, with_vision, where) -> TextConfig:
   section = rope.get("mrope_section")
   if with_vision and section is None:
     section = (16, 24, 24)
-  heads = _need(raw, "num_attention_heads", where)
+  heads = need(raw, "num_attention_heads", where)
   theta = rope.get("rope_theta", raw.get("rope_theta"))
   return TextConfig(
-      vocab_size=_need(raw, "vocab_size", where),
-      hidden_size=_need(raw, "hidden_size", where),
-      intermediate_size=_need(raw, "intermediate_size", where),
-      num_hidden_layers=_need(raw, "num_hidden_layers", where),
+      vocab_size=need(raw, "vocab_size", where),
+      hidden_size=need(raw, "hidden_size", where),
+      intermediate_size=need(raw, "intermediate_size", where),
+      num_hidden_layers=need(raw, "num_hidden_layers", where),
       num_attention_heads=heads,
       num_key_value_heads=raw.get("num_key_value_heads") or heads,
       rms_norm_eps=raw.get("rms_norm_eps", 1e-5 if with_vision else 1e-6),
@@ -257,7 +273,7 @@ def _vision_from_hf(raw, where) -> VisionConfig:
   vision = raw.get("vision_config")
   if not isinstance(vision, dict):
     raise InputError(f"{where} is missing")
-  _expect(vision, "hidden_act", "silu", where)
+  expect(vision, "hidden_act", "silu", where)
   spatial = vision.get("spatial_patch_size")
   patch = vision.get("patch_size", spatial or 14)
   rope = vision.get("rope_parameters") or {}
@@ -265,11 +281,11 @@ def _vision_from_hf(raw, where) -> VisionConfig:
     raise InputError(
         f"{where}: rotary type {rope['rope_type']!r} is not supported")
   return VisionConfig(
-      depth=_need(vision, "depth", where),
-      hidden_size=_need(vision, "hidden_size", where),
-      intermediate_size=_need(vision, "intermediate_size", where),
-      num_heads=_need(vision, "num_heads", where),
-      out_hidden_size=_need(vision, "out_hidden_size", where),
+      depth=need(vision, "depth", where),
+      hidden_size=need(vision, "hidden_size", where),
+      intermediate_size=need(vision, "intermediate_size", where),
+      num_heads=need(vision, "num_heads", where),
+      out_hidden_size=need(vision, "out_hidden_size", where),
       in_channels=vision.get("in_channels", vision.get("in_chans", 3)),
       patch_size=patch,
       spatial_merge_size=vision.get("spatial_merge_size", 2),
@@ -283,25 +299,29 @@ def _vision_from_hf(raw, where) -> VisionConfig:
   )
 
 
-def _need(raw, name, where):
+def need(raw: dict[str, Any], name: str, where: str) -> Any:
+  """A key's value. Raises InputError if there is none."""
   if raw.get(name) is None:
     raise InputError(f"{where}: key {name!r} is missing")
   return raw[name]
 
 
-def _expect(raw, name, value, where):
+def expect(raw: dict[str, Any], name: str, value: Any, where: str) -> None:
+  """Raises InputError if a key has another value than the supported one."""
   if raw.get(name, value) != value:
     raise InputError(
         f"{where}: {name} {raw[name]!r} is not supported, expected {value!r}")
 
 
-def _as_tuple(value) -> tuple[int, ...]:
+def as_tuple(value: Any) -> tuple[int, ...]:
+  """A token id, several or none."""
   if value is None:
     return ()
   return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _positive(config, *names):
+def positive(config: Any, *names: str) -> None:
+  """Raises InputError if an attribute is no positive integer."""
   for name in names:
     value = getattr(config, name)
     if not isinstance(value, int) or value <= 0:
@@ -309,7 +329,8 @@ def _positive(config, *names):
           f"config: {name} must be a positive integer, found {value!r}")
 
 
-def _divides(config, small, large, where="config"):
+def divides(config: Any, small: str, large: str, where: str = "config") -> None:
+  """Raises InputError if one attribute doesn't divide another."""
   if getattr(config, large) % getattr(config, small):
     raise InputError(
         f"{where}: {small} {getattr(config, small)} must divide {large} "

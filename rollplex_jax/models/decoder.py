@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from legolm_jax import matmul
 from rollplex_jax.models import layers
 from rollplex_jax.models.config import TextConfig
 from rollplex_jax.models.weights import Init, Params, Weight
@@ -104,12 +105,12 @@ def embed(params: Params, token_ids: jax.Array, features=None,
   return jnp.where((feature_index >= 0)[..., None], seen, x)
 
 
-def _look_up(table: jax.Array, token_ids: jax.Array, axis: Axis) -> jax.Array:
+def _look_up(table, token_ids: jax.Array, axis: Axis) -> jax.Array:
   if axis is None:
-    return table[token_ids]
+    return matmul.take_rows(table, token_ids)
   held = table.shape[0]
   local = token_ids - jax.lax.axis_index(axis) * held
-  rows = table[jnp.clip(local, 0, held - 1)]
+  rows = matmul.take_rows(table, jnp.clip(local, 0, held - 1))
   here = (local >= 0) & (local < held)
   return total(jnp.where(here[..., None], rows, jnp.zeros_like(rows)), axis)
 
@@ -123,7 +124,8 @@ def rope(config: TextConfig, positions: jax.Array) -> Rope:
   if positions.ndim != 3 or positions.shape[0] not in (1, 3):
     raise ValueError(
         f"positions must be [3, B, T] (or [1, B, T]), found {positions.shape}")
-  inverse = layers.inverse_frequencies(config.rope_theta, config.head_dim // 2)
+  inverse = layers.inverse_frequencies(
+      config.rope_theta, config.head_dim // 2, config.rope_scaling)
   angles = positions[..., None].astype(jnp.float32) * inverse
   if config.mrope_section is None or positions.shape[0] == 1:
     angles = angles[0]
@@ -148,7 +150,7 @@ def project_qkv(w: Params, config: TextConfig, x: jax.Array, angles: Rope,
   cos, sin = (a.astype(x.dtype) for a in angles)
 
   def split(name, y, axis):
-    z = layers.dense_out_in(y, w[name], w[f"{name}_bias"])
+    z = layers.dense_out_in(y, w[name], w.get(f"{name}_bias"))
     z = z.reshape(*z.shape[:-1], -1, config.head_dim)
     return sharding.constrain(z, "batch", *[None] * (z.ndim - 3), axis, None)
 
@@ -212,7 +214,8 @@ def prefix_layer(w: Params, x: jax.Array, *, config: TextConfig, angles: Rope,
 
 
 def hidden_states(params: Params, config: TextConfig, x: jax.Array,
-                  positions: jax.Array, *, remat: bool = False) -> jax.Array:
+                  positions: jax.Array, *, remat: bool = False,
+                  window: int | None = None) -> jax.Array:
   """Runs every layer over whole right-padded sequences, causally.
 
   Args:
@@ -222,6 +225,7 @@ def hidden_states(params: Params, config: TextConfig, x: jax.Array,
     positions: int32 [3, B, T] (or [1, B, T] for text).
     remat: recompute each layer in the backward pass instead of keeping its
       activations.
+    window: how many keys a query sees, its own the last; None for all.
 
   Returns:
     [B, T, D] after the final norm. Rows past a sequence's length hold numbers
@@ -236,9 +240,11 @@ def hidden_states(params: Params, config: TextConfig, x: jax.Array,
         f"{positions.shape}")
   angles = rope(config, positions)
 
+  def attend(q, k, v):
+    return layers.attend_causally(q, k, v, window=window), None
+
   def run(w, x, angles):
-    return layer(w, config, x, angles,
-                 lambda q, k, v: (layers.attend_causally(q, k, v), None))[0]
+    return layer(w, config, x, angles, attend)[0]
 
   if remat:
     run = layers.finish_backward(jax.checkpoint(run))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import functools
+from typing import NamedTuple
 
 from flax import struct
 import jax
@@ -113,18 +114,46 @@ def plan_vision(patches: np.ndarray, grids: Sequence[Sequence[int]],
       frame_index=frame_index, frame_slot=frame_slot)
 
 
-def stack_parts(parts: Sequence[VisionInputs | None]) -> VisionInputs:
+class PackedSize(NamedTuple):
+  """Sizes of packed media, to which several parts are padded.
+
+  Attributes:
+    patches: n.
+    windows: W and S.
+    frames: F and S2.
+  """
+
+  patches: int
+  windows: tuple[int, int]
+  frames: tuple[int, int]
+
+  @classmethod
+  def of(cls, part: VisionInputs) -> PackedSize:
+    """Of one part."""
+    return cls(len(part.patches), part.window_index.shape,
+               part.frame_index.shape)
+
+  @classmethod
+  def largest(cls, sizes: Sequence[PackedSize]) -> PackedSize:
+    """What holds each of them. At least one must be given."""
+    most = lambda pairs: tuple(map(max, zip(*pairs)))
+    patches, windows, frames = zip(*sizes)
+    return cls(max(patches), most(windows), most(frames))
+
+
+def stack_parts(parts: Sequence[VisionInputs | None], patch_dim: int,
+                size: PackedSize | None = None) -> VisionInputs:
   """One `VisionInputs` of several packed parts, padded to the same sizes.
 
   Args:
-    parts: numpy arrays of each part; None for one without media. At least one
-      must have some.
+    parts: numpy arrays of each part; None for one without media.
+    patch_dim: numbers of a patch.
+    size: to pad to; by default the largest of the parts, of which one at least
+      must then have media.
   """
-  found = [part for part in parts if part is not None]
-  n = max(len(part.patches) for part in found)
-  sizes = {name: tuple(max(dims) for dims in zip(*(
-      getattr(part, name).shape for part in found)))
-      for name in ("window_index", "frame_index")}
+  if size is None:
+    size = PackedSize.largest([PackedSize.of(p) for p in parts if p is not None])
+  n = size.patches
 
   def pad(a, shape, value=0):
     return np.pad(a, [(0, size - have) for size, have in zip(shape, a.shape)],
@@ -132,20 +161,18 @@ def stack_parts(parts: Sequence[VisionInputs | None]) -> VisionInputs:
 
   def widen(part):
     if part is None:
-      dim = found[0].patches.shape[1]
       part = VisionInputs(
-          np.zeros((0, dim), np.float32), np.zeros((0, 2), np.int32),
+          np.zeros((0, patch_dim), np.float32), np.zeros((0, 2), np.int32),
           np.zeros((0, 0), np.int32), np.zeros(0, np.int32),
           np.zeros((0, 0), np.int32), np.zeros(0, np.int32))
-    out = {"patches": pad(part.patches, (n, part.patches.shape[1])),
+    out = {"patches": pad(part.patches, (n, patch_dim)),
            "rows_columns": pad(part.rows_columns, (n, 2))}
-    for kind in ("window", "frame"):
+    for kind, wide in (("window", size.windows), ("frame", size.frames)):
       index, slot = getattr(part, f"{kind}_index"), getattr(part, f"{kind}_slot")
-      size = sizes[f"{kind}_index"]
       # A slot counts through rows whose width has changed.
       width = max(index.shape[1], 1)
-      slot = slot // width * size[1] + slot % width
-      out[f"{kind}_index"] = pad(index, size, -1)
+      slot = slot // width * wide[1] + slot % width
+      out[f"{kind}_index"] = pad(index, wide, -1)
       out[f"{kind}_slot"] = pad(slot.astype(np.int32), (n,))
     return VisionInputs(**out)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from legolm_jax import matmul
+from legolm_jax.array import LegoArray
 
 # Finite, so that a row whose keys are all masked softmaxes to numbers.
 MASKED = -1e30
@@ -22,14 +26,14 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
   return scale * y.astype(x.dtype)
 
 
-def dense_out_in(x: jax.Array, w: jax.Array, bias=None,
+def dense_out_in(x: jax.Array, w: jax.Array | LegoArray, bias=None,
                  dtype=None) -> jax.Array:
   """x [..., in] times w [out, in] -> [..., out]: column-parallel storage.
 
   `dtype` is that of the product; None keeps the operands'.
   """
-  rows_first = functools.partial(_rows_first, dtype=dtype)
-  if math.prod(x.shape[:-1]) > _FEW_ROWS:
+  rows_first = functools.partial(matmul.matmul_transposed, dtype=dtype)
+  if isinstance(w, LegoArray) or math.prod(x.shape[:-1]) > _FEW_ROWS:
     y = rows_first(x, w)
   else:
     y = jax.lax.platform_dependent(
@@ -38,13 +42,8 @@ def dense_out_in(x: jax.Array, w: jax.Array, bias=None,
   return y if bias is None else y + bias
 
 
-def _rows_first(x, w, dtype):
-  return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())),
-                             preferred_element_type=dtype)
-
-
 def _weights_first(x, w, dtype):
-  """The same as w x^T, transposed.
+  """x times w [out, in] as w x^T, transposed.
 
   On a CPU the right operand of a product is packed with its output dimension
   innermost. For weights stored as [out, in] that is a transposition of them
@@ -57,13 +56,33 @@ def _weights_first(x, w, dtype):
   return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)
 
 
-def dense_in_out(x: jax.Array, w: jax.Array, bias=None) -> jax.Array:
+def dense_in_out(x: jax.Array, w: jax.Array | LegoArray,
+                 bias=None) -> jax.Array:
   """x [..., in] times w [in, out] -> [..., out]: row-parallel storage."""
-  y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+  y = matmul.matmul(x, w)
   return y if bias is None else y + bias
 
 
-def inverse_frequencies(theta: float, count: int) -> np.ndarray:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+  """How Llama 3.1 slows rotary frequencies down for long contexts.
+
+  Attributes:
+    factor: by which low frequencies are divided.
+    low_freq_factor: turns in the original context below which they are low.
+    high_freq_factor: turns above which frequencies stay; between the two, some
+      of both.
+    original_max_position_embeddings: the original context, in tokens.
+  """
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_max_position_embeddings: int
+
+
+def inverse_frequencies(theta: float, count: int,
+                        scaling: RopeScaling | None = None) -> np.ndarray:
   """Rotary frequencies theta^(-i / count), float32 [count], on the host.
 
   Constants, because a compiled power is off by an ulp: at position 32,000
@@ -71,7 +90,15 @@ def inverse_frequencies(theta: float, count: int) -> np.ndarray:
   """
   exponents = np.arange(count, dtype=np.float32) / np.float32(count)
   powers = np.float64(theta) ** exponents.astype(np.float64)
-  return np.float32(1) / powers.astype(np.float32)
+  plain = np.float32(1) / powers.astype(np.float32)
+  if scaling is None:
+    return plain
+  # The share of each frequency that stays.
+  turns = np.float32(scaling.original_max_position_embeddings) / (
+      np.float32(2 * math.pi) / plain)
+  low, high = scaling.low_freq_factor, scaling.high_freq_factor
+  keep = np.clip((turns - np.float32(low)) / np.float32(high - low), 0, 1)
+  return (1 - keep) * plain / np.float32(scaling.factor) + keep * plain
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -117,8 +144,10 @@ def swiglu(x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None):
 
 
 def attend_causally(q: jax.Array, k: jax.Array, v: jax.Array, *,
-                    block: int = 256) -> jax.Array:
+                    block: int = 256, window: int | None = None) -> jax.Array:
   """Causal `attend` over whole sequences, [B, T, ...] each.
+
+  With a `window`, a query sees only so many keys, its own the last of them.
 
   Queries go block by block, each against the keys up to its end only: half of
   a square of scores is never formed. A group's queries are rows of one product
@@ -134,19 +163,26 @@ def attend_causally(q: jax.Array, k: jax.Array, v: jax.Array, *,
   out = []
   for start in range(0, t, block):
     end = min(start + block, t)
-    mask = jnp.tile(causal_mask(end)[start:], (groups, 1))
+    first = 0 if window is None else max(0, start - window + 1)
+    mask = jnp.tile(causal_mask(end, window)[start:, first:], (groups, 1))
     part = attend_part(
-        q[:, :, :, start:end].reshape(b, num_kv, -1, h), k[..., :end],
-        v[:, :, :end], mask)
+        q[:, :, :, start:end].reshape(b, num_kv, -1, h), k[..., first:end],
+        v[:, :, first:end], mask)
     out.append(join_parts(part).astype(v.dtype).reshape(
         b, num_kv, groups, end - start, h))
   out = jnp.concatenate(out, axis=3).transpose(0, 3, 1, 2, 4)
   return out.reshape(b, t, num_heads * h)
 
 
-def causal_mask(length: int) -> jax.Array:
-  """[T, T]: query t sees keys up to t. Enough for right-padded batches."""
-  return jnp.tril(jnp.ones((length, length), bool))
+def causal_mask(length: int, window: int | None = None) -> jax.Array:
+  """[T, T]: query t sees keys up to t. Enough for right-padded batches.
+
+  With a `window`, only the last so many of them.
+  """
+  everything = jnp.ones((length, length), bool)
+  if window is None:
+    return jnp.tril(everything)
+  return jnp.tril(everything) & jnp.triu(everything, 1 - window)
 
 
 def attend_part(q: jax.Array, k: jax.Array, v: jax.Array, mask):

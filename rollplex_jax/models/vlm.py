@@ -8,7 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from rollplex_jax.models import decoder, vision
+from rollplex_jax.models import architectures, decoder, vision
 from rollplex_jax.models import weights as weights_lib
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.inputs import VisionInputs
@@ -18,7 +18,8 @@ from rollplex_jax.placement import sharding
 
 def weights(config: ModelConfig) -> Params:
   """Declares all parameters: {"text": ..., "visual": ...}."""
-  tree = {"text": decoder.weights(config.text)}
+  model = architectures.text_model(config.text)
+  tree = {"text": model.weights(config.text)}
   if config.vision is not None:
     tree["visual"] = vision.weights(config.vision)
   return tree
@@ -85,5 +86,5 @@ def forward(params: Params, config: ModelConfig, token_ids: jax.Array,
     remat: recompute layers in the backward pass.
   """
   x = decoder.embed(params["text"], token_ids, features, feature_index)
-  return decoder.hidden_states(
+  return architectures.text_model(config.text).hidden_states(
       params["text"], config.text, x, positions, remat=remat)

@@ -16,7 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Params = Any  # A tree of arrays shaped like a tree of `Weight`.
+from legolm_jax import sharding as lego_sharding
+from legolm_jax.array import LegoArray
+
+# A tree of arrays shaped like a tree of `Weight`; matrices may be LegoArrays.
+Params = Any
 
 
 class Init(enum.Enum):
@@ -63,9 +67,14 @@ class Weight:
     shape = self.file_shape or shape
     return (shape[0] * self.part[1], *shape[1:])
 
-  def from_checkpoint(self, tensor: np.ndarray) -> np.ndarray:
+  def from_checkpoint(
+      self, tensor: np.ndarray | LegoArray) -> np.ndarray | LegoArray:
     """Cuts and turns a checkpoint tensor into this weight (maybe a view)."""
     i, count = self.part
+    if isinstance(tensor, LegoArray):
+      if count > 1:
+        tensor = lego_sharding.part(tensor, i, count)
+      return tensor.T if self.transposed else tensor
     rows = tensor.shape[0] // count
     tensor = tensor[i * rows:(i + 1) * rows]
     if self.transposed:

@@ -6,6 +6,13 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+import numpy as np
+
+
+def replicate(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+  """Host arrays that are the same in every process, whole on every device."""
+  return jax.tree.map(lambda a: jax.make_array_from_callback(
+      np.shape(a), sharding, lambda _: np.asarray(a)), tree)
 
 
 def to_host(tree: Any) -> Any:

@@ -27,6 +27,7 @@ import jax
 from jax.sharding import NamedSharding
 import numpy as np
 
+from legolm_jax.array import LegoArray
 from rollplex_jax.placement import buffer_view, layout_table
 from rollplex_jax.placement.reshard import resharding
 from rollplex_jax.placement.sharding import Placement
@@ -106,15 +107,18 @@ class LayoutPlan:
     Returns:
       A tree in which ALIAS leaves are the very arrays of `weights` and VIEW
       leaves lie in their memory. `release` it before `weights` are donated.
+      LegoArrays stay as they are: what reads them splits them, or gathers so
+      few bytes.
 
     Raises:
       ValueError: naming a tensor that is not as planned.
     """
     out = self._leaves(weights, "storage")
     for i, tensor in enumerate(self.tensors):
-      if tensor.how is How.VIEW:
+      if tensor.how is How.VIEW and not _is_compressed(out[i]):
         out[i] = buffer_view.view(out[i], tensor.rollout)
     for group in self._layers(How.REBUILD):
+      group = [i for i in group if not _is_compressed(out[i])]
       self._reshard(out, group, "storage", "rollout", delete=not keep_source)
     return self.tree.unflatten(out)
 
@@ -142,7 +146,8 @@ class LayoutPlan:
     done: wait for the rollout's results before the weights are donated.
     """
     for tensor, array in zip(self.tensors, self.tree.flatten_up_to(rollout)):
-      if tensor.how is not How.ALIAS and not array.is_deleted():
+      if (tensor.how is not How.ALIAS and not _is_compressed(array)
+          and not array.is_deleted()):
         array.delete()
 
   def rebuild_programs(self) -> dict[str, jax.stages.Traced]:
@@ -208,6 +213,8 @@ class LayoutPlan:
     """The leaves of a tree, whose tensors are as the plan has them."""
     leaves = self.tree.flatten_up_to(tree)
     for tensor, array in zip(self.tensors, leaves):
+      if _is_compressed(array):
+        continue
       # An array that is the same in both keeps the sharding that it came with.
       at = getattr(tensor, where)
       if (array.shape != tensor.shape or array.dtype != self.dtype
@@ -230,6 +237,10 @@ class LayoutPlan:
       # A donation that no result of the same size can use is not carried out.
       for array in before:
         array.delete()
+
+
+def _is_compressed(leaf: Any) -> bool:
+  return isinstance(leaf, LegoArray)
 
 
 def plan_layout(declared: Any, storage: Placement, rollout: Placement,

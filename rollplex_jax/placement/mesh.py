@@ -10,6 +10,7 @@ import jax
 
 from rollplex_jax.errors import InputError
 from rollplex_jax.placement.layout import LayoutPlan, plan_layout
+from rollplex_jax.placement.processes import Spread
 from rollplex_jax.placement.sharding import (
   TENSOR_AXES,
   MeshShape,
@@ -89,11 +90,18 @@ class Places:
     """Into how many parts a batch is packed: the finer of the two splits."""
     return max(self.training.batch_ways, self.rollout.batch_ways)
 
+  @property
+  def spread(self) -> Spread | None:
+    """Which parts this process has; None where one process has them all."""
+    if jax.process_count() == 1:
+      return None
+    finer = max(self.training, self.rollout, key=lambda p: p.batch_ways)
+    return Spread.of(finer.sharding("batch"), self.parts)
+
   def compute_weights(self, declared: Mapping[str, Any]) -> dict[str, Any]:
     """Shardings of compute parameters {"text": ..., "visual": ...}."""
-    return {part: (self.training.weights(tree, "vision") if part == "visual"
-                   else self.storage.weights(tree))
-            for part, tree in declared.items()}
+    out = self.training.storage(declared)
+    return out | {"text": self.storage.weights(declared["text"])}
 
   def plan_layout(self, text: Any, dtype: Any) -> LayoutPlan | None:
     """How the decoder's weights come to the rollout; None if as they are.

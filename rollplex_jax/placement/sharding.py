@@ -245,6 +245,11 @@ class Placement:
                                is_leaf=lambda w: hasattr(w, "axes"))
             for part, tree in declared.items()}
 
+  def storage(self, declared: Mapping[str, Any]) -> dict[str, Any]:
+    """Shardings of compute parameters {"text": ..., "visual": ...}."""
+    return {part: self.weights(tree, "vision" if part == "visual" else "text")
+            for part, tree in declared.items()}
+
   @property
   def replicated(self) -> NamedSharding:
     """Of an array that every device has whole."""

@@ -70,6 +70,24 @@ def join(prompts: PromptInputs, responses: Responses):
   return token_ids, positions, feature_index
 
 
+def response_hidden(
+    params: Params, config: ModelConfig, prompts: PromptInputs,
+    features: jax.Array | None, responses: Responses, *,
+    remat: bool = False) -> jax.Array:
+  """Final hidden states [N, R, D] from which response tokens are predicted.
+
+  Arguments are those of `response_logprobs`.
+  """
+  token_ids, positions, feature_index = join(prompts, responses)
+  hidden = vlm.forward(params, config, token_ids, positions, features,
+                       feature_index, remat=remat)
+  # The logits for response token j come from the position before it.
+  r = responses.token_ids.shape[1]
+  first = prompts.lengths[responses.prompt_index][:, None] - 1
+  return jnp.take_along_axis(
+      hidden, (first + jnp.arange(r))[..., None], axis=1)
+
+
 def response_logprobs(
     params: Params, config: ModelConfig, prompts: PromptInputs,
     features: jax.Array | None, responses: Responses, *,
@@ -91,14 +109,8 @@ def response_logprobs(
     float32 [N, R] log-probs (without meaning past a response's length) and
     float32 [N, R] entropies or None.
   """
-  token_ids, positions, feature_index = join(prompts, responses)
-  hidden = vlm.forward(params, config, token_ids, positions, features,
-                       feature_index, remat=remat)
-  # The logits for response token j come from the position before it.
-  r = responses.token_ids.shape[1]
-  first = prompts.lengths[responses.prompt_index][:, None] - 1
-  hidden = jnp.take_along_axis(
-      hidden, (first + jnp.arange(r))[..., None], axis=1)
+  hidden = response_hidden(
+      params, config, prompts, features, responses, remat=remat)
   return decoder.token_logprobs(
       params["text"], hidden, responses.token_ids, temperature,
       with_entropy=with_entropy)

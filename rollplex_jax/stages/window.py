@@ -28,6 +28,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from legolm_jax.array import LegoArray
 from rollplex_jax.models import decoder
 from rollplex_jax.models.config import ModelConfig, TextConfig
 from rollplex_jax.models.inputs import PromptInputs
@@ -364,13 +365,19 @@ def shard_window(place: Placement, config: ModelConfig,
   rules, spec = place.text, PartitionSpec
   axis = rules.heads or None
   batch = rules.batch or None
-  weights = jax.tree.map(
-      lambda w: rules.spec(*w.axes), decoder.weights(config.text),
-      is_leaf=is_weight)
+  declared = decoder.weights(config.text)
   rows, heads = spec(batch), spec(batch, axis)
   prompt_specs = PromptInputs(
       token_ids=rows, lengths=rows, positions=spec(None, batch),
       feature_index=rows, next_position=rows, row_ids=rows)
+
+  def weight_specs(params):
+    def of(weight, leaf):
+      spec = rules.spec(*weight.axes)
+      return (leaf.partition_specs(spec) if isinstance(leaf, LegoArray)
+              else spec)
+
+    return params and jax.tree.map(of, declared, params, is_leaf=is_weight)
 
   def artifact_specs(artifacts):
     split = lambda buffers: buffers and Buffers(
@@ -396,8 +403,8 @@ def shard_window(place: Placement, config: ModelConfig,
 
     return jax.shard_map(
         local, mesh=place.mesh,
-        in_specs=(weights, None if reference is None else weights,
-                  prompt_specs, heads, rows, rows, rows, specs),
+        in_specs=(weight_specs(policy), weight_specs(reference), prompt_specs,
+                  heads, rows, rows, rows, specs),
         out_specs=(rows, specs, rows), check_vma=False,
     )(policy, reference, prompts, prefix_kv, features, reference_features,
       keys, artifacts)

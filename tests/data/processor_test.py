@@ -360,8 +360,8 @@ class CheckpointTest(_Case):
        "image preprocessor: expected patch_size 14 as in the model, found 16"),
       ("merge", "video_preprocessor_config.json", {"merge_size": 1},
        "video preprocessor: expected merge_size 2 as in the model, found 1"),
-      ("architecture", "config.json", {"model_type": "llama"},
-       "unsupported architecture 'llama'"))
+      ("architecture", "config.json", {"model_type": "mamba"},
+       "unsupported architecture 'mamba'"))
   def test_disagreement(self, name, changes, message):
     folder = self._write()
     self._edit(folder, name, **changes)

@@ -24,10 +24,12 @@ from experiments import common
 _FLAG_MODULES = {
     "compress": ("experiments.compress",),
     "decompress": ("experiments.decompress",),
+    "evaluate": ("experiments.evaluate",),
     "generate": ("experiments.generate", "experiments.row_inputs"),
     "plan": ("experiments.plan",),
     "score": ("experiments.score", "experiments.row_inputs"),
-    "train": ("experiments.train",),
+    "study": ("experiments.study",),
+    "train": ("experiments.train", "experiments.processes"),
 }
 _set_aside: dict[str, list[flags.Flag]] = {}
 
@@ -69,7 +71,7 @@ def _module(command: str) -> Iterator[types.ModuleType]:
   others = _take_flags()
   try:
     for name in _FLAG_MODULES[command]:
-      for flag in _set_aside.pop(name, ()):
+      for flag in _set_aside.pop(name, ()) or others.pop(name, ()):
         flags.DEFINE_flag(flag, module_name=name)
     yield importlib.import_module(f"experiments.{command}")
   finally:

@@ -253,8 +253,8 @@ class BadSettingsTest(_Case):
                         f"--model_path={self.folder}")
 
   @parameterized.parameters(
-      ("config.json", {"model_type": "llama"},
-       "unsupported architecture 'llama'; supported are"),
+      ("config.json", {"model_type": "mamba"},
+       "unsupported architecture 'mamba'; supported are"),
       ("config.json", {"num_hidden_layers": 3}, "12 tensors are missing"),
       ("generation_config.json", {"eos_token_id": [1, 900]},
        "eos_token_id: expected a token of the vocabulary of 320, found 900"))

@@ -23,7 +23,7 @@ FLOORS = (
 STAGE_FUNCTIONS = ("objectives", "sampling")
 JOINING_STAGES = ("window",)
 # Used where a user asks for it, so imported inside a function only.
-OPTIONAL = ("jax_triton", "wandb")
+OPTIONAL = ("jax_triton", "lm_eval", "ray", "wandb")
 # Measurements against another implementation may import it, inside a function.
 TORCH = ("torch", "torchvision")
 TORCH_IMPORTERS = ("experiments.bench",)

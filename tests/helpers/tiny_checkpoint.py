@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 import PIL.Image
+from safetensors.numpy import save_file
 
-from rollplex_jax.models import hf, vlm
+from rollplex_jax.models import hf, vlm, weights
 from rollplex_jax.models.config import ModelConfig
 from tests.helpers import tiny_tokenizer
 
@@ -45,6 +46,32 @@ def write(folder: str | os.PathLike, *, with_vision: bool = True,
   config = hf.load_config(folder)
   hf.save_checkpoint(folder, config, random_params(config, seed, std),
                      assets_from=folder)
+  return folder
+
+
+def write_text(folder: str | os.PathLike, raw: Mapping[str, Any], *,
+               seed: int = 0, std: float = 0.2) -> str:
+  """Writes a text-only model of any architecture, of 320 tokens.
+
+  Args:
+    folder: made if it isn't there.
+    raw: its config.json, but for the vocabulary.
+    seed: of the weights.
+    std: of the weights.
+
+  Returns:
+    `folder` as a string.
+  """
+  folder = tiny_tokenizer.write_checkpoint(os.fspath(folder), False)
+  pathlib.Path(folder, "config.json").write_text(
+      json.dumps({**raw, "vocab_size": 320}))
+  rng = np.random.default_rng(seed)
+  declared = jax.tree.leaves(
+      vlm.weights(hf.load_config(folder)), is_leaf=weights.is_weight)
+  save_file({
+      w.name: ((w.init == weights.Init.ONES) + std * rng.normal(
+          size=w.checkpoint_shape)).astype(np.float32) for w in declared},
+            pathlib.Path(folder, "model.safetensors"))
   return folder
 
 

@@ -18,13 +18,14 @@ import numpy as np
 from rollplex_jax import samples
 from rollplex_jax.artifacts import Model
 from rollplex_jax.data.processor import Prompt
-from rollplex_jax.executor import Settings, Step
+from rollplex_jax.executor import Step
 from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement.pools import Pools
 from rollplex_jax.samples import Groups
 from rollplex_jax.schedule import ScheduleConfig
+from rollplex_jax.settings import Settings
 from rollplex_jax.stages import full_sequence, objectives
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.rollout import Completions

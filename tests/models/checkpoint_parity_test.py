@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 import transformers
 
-from rollplex_jax.models import hf, vlm, weights
+from rollplex_jax.models import hf, tensor_files, vlm, weights
 from rollplex_jax.models.config import ModelConfig
 from tests.models import cases, published, reference
 
@@ -93,7 +93,7 @@ class CheckpointParityTest(parameterized.TestCase):
     leaves = jax.tree.leaves(
         vlm.weights(ModelConfig.from_hf(raw)), is_leaf=weights.is_weight)
     ours = {w.name: w.checkpoint_shape for w in leaves}
-    theirs = {hf.published_name(name): tuple(p.shape)
+    theirs = {tensor_files.published_name(name): tuple(p.shape)
               for name, p in model.named_parameters()}
     self.assertEqual(ours, theirs)
     self.assertEqual(sum(p.numel() for p in model.parameters()),

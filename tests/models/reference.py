@@ -21,12 +21,8 @@ transformers.utils.logging.disable_progress_bar()
 
 def build(raw: dict[str, Any], seed: int = 0):
   """A model for a flat config with random weights, biases and norms."""
-  if raw["model_type"] == "qwen2":
-    config = transformers.Qwen2Config.from_dict(raw)
-    model = transformers.Qwen2ForCausalLM(config)
-  else:
-    config = transformers.Qwen2_5_VLConfig.from_dict(raw)
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
+  kind = raw["model_type"]
+  model = _class_of(kind)(transformers.CONFIG_MAPPING[kind].from_dict(raw))
   generator = torch.Generator().manual_seed(seed)
   for name, weight in model.named_parameters():
     noise = torch.randn(weight.shape, generator=generator)
@@ -43,9 +39,14 @@ def build(raw: dict[str, Any], seed: int = 0):
 def load(path: str | os.PathLike):
   """Loads a checkpoint folder with the class its config names."""
   kind = transformers.AutoConfig.from_pretrained(path).model_type
-  cls = (transformers.Qwen2ForCausalLM if kind == "qwen2"
-         else transformers.Qwen2_5_VLForConditionalGeneration)
-  return cls.from_pretrained(path, dtype="auto").eval()
+  return _class_of(kind).from_pretrained(path, dtype="auto").eval()
+
+
+def _class_of(kind: str):
+  if kind == "qwen2_5_vl":
+    return transformers.Qwen2_5_VLForConditionalGeneration
+  config = transformers.CONFIG_MAPPING[kind]
+  return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config]
 
 
 def _arguments(model, prompt) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""Supervised learning: updates on given responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from rollplex_jax.data import batching
+from rollplex_jax.data.pipeline import Example
+from rollplex_jax.data.processor import Processor, Prompt
+from rollplex_jax.full_passes import supervised_gradient
+from rollplex_jax.models.config import ModelConfig
+from rollplex_jax.placement.host import to_host
+from rollplex_jax.placement.processes import Spread
+from rollplex_jax.policy import Policy
+from rollplex_jax.samples import Groups, PromptBatch, make_batch
+from rollplex_jax.settings import Settings
+from rollplex_jax.timeline import Timeline
+
+
+def example(processor: Processor, row: dict[str, Any],
+            where: str) -> tuple[Prompt, list[int]]:
+  """A row's prompt, and its response's ids with an EOS at the end."""
+  prompt = processor.prompt(row, where)
+  response = processor.response(row, where)
+  eos = processor.tokenizer.eos_token_id
+  if eos is not None and (not response or response[-1] != eos):
+    response = [*response, eos]
+  return prompt, response
+
+
+def collect(config: ModelConfig, examples: Sequence[Example], parts: int,
+            spread: Spread | None) -> tuple[PromptBatch, Groups]:
+  """A step's prompts, and their responses as groups of one.
+
+  Args:
+    config: of the model.
+    examples: of `example`, of this process's parts of the batch.
+    parts: into how many the batch is split over devices.
+    spread: which of them are this process's, if there are several processes.
+  """
+  found = [(*e.prompt, e.index) for e in examples]
+  if spread is not None:
+    found = spread.share(found, lambda item: (
+        dataclasses.replace(item[0], patches=None), *item[1:]))
+  prompts, responses, indices = zip(*found)
+  batch = make_batch(config, prompts, indices, parts=parts, spread=spread)
+  token_ids, lengths = batching.stack_responses(responses)
+  return batch, Groups(
+      rows=np.arange(len(prompts), dtype=np.int32),
+      token_ids=token_ids[:, None], lengths=lengths[:, None],
+      advantages=np.zeros((len(prompts), 1), np.float32))
+
+
+def update(policy: Policy, settings: Settings, batch: PromptBatch,
+           groups: Groups, size: int, timeline: Timeline) -> dict[str, float]:
+  """Updates the policy on `size` rows at a time.
+
+  Returns:
+    Metrics of the last update, and the mean loss of all.
+  """
+  values, losses = {}, []
+  for i in range(0, len(groups), size):
+    with timeline.event("gradient_full", "training") as wait:
+      grads, loss = wait(supervised_gradient(
+          policy.trained, policy.frozen, settings.config, batch,
+          groups.take(np.arange(i, min(i + size, len(groups)))),
+          micro_batch_size=settings.micro_batch_size, remat=settings.remat,
+          place=settings.training))
+    with timeline.event("update", "training") as wait:
+      values |= wait(policy.update(grads))
+    losses.append(loss)
+  values = {name: float(value) for name, value in to_host(values).items()}
+  values["train/loss"] = float(np.mean(to_host(losses)))
+  return values
