@@ -63,7 +63,8 @@ class Measured:
 
 def make_plan(case: Case, *, depths: Sequence[int] | None = DEPTHS,
               compiled: bool = True, workers: int = 2,
-              memory_fraction: float = 0.9, budget: int = 0,
+              baselines: bool = True, memory_fraction: float = 0.9,
+              budget: int = 0,
               efficiency: roofline.Efficiency | None = None,
               progress: Callable = lambda items: items) -> dict[str, Any]:
   """Plans a run. The result is plain data, for JSON.
@@ -74,6 +75,8 @@ def make_plan(case: Case, *, depths: Sequence[int] | None = DEPTHS,
       extrapolated; None to compile at full depth.
     compiled: False to estimate temporaries without compiling anything.
     workers: processes that compile.
+    baselines: compile what only other schedules than rollplex run, too;
+      otherwise that is estimated.
     memory_fraction: share of a device's memory that may be used.
     budget: bytes of it that may be used instead, or 0.
     efficiency: for the forecast.
@@ -90,12 +93,14 @@ def make_plan(case: Case, *, depths: Sequence[int] | None = DEPTHS,
   if pool:
     wanted += [("pool", name) for name in programs_of(pool, "disaggregated")]
   wanted.sort(key=lambda pair: _SLOW.get(pair[1], len(_SLOW)))
+  measured = {(key, name): Measured(
+      estimate.need_of(cases[key], name),
+      estimate.collectives_of(cases[key], name)) for key, name in wanted}
   if compiled:
-    measured = _compile(cases, wanted, depths, workers, progress)
-  else:
-    measured = {(key, name): Measured(
-        estimate.need_of(cases[key], name),
-        estimate.collectives_of(cases[key], name)) for key, name in wanted}
+    own = programs_of(case, "rollplex")
+    measured |= _compile(
+        cases, [(key, name) for key, name in wanted if baselines
+                or (key == "all" and name in own)], depths, workers, progress)
   need = lambda key: lambda name: measured[key, name].need
   collectives = {name: m.collectives for (key, name), m in measured.items()
                  if key == "all"}
@@ -122,7 +127,7 @@ def make_plan(case: Case, *, depths: Sequence[int] | None = DEPTHS,
       "case": describe(case),
       "memory": {"device_bytes": case.spec.memory_bytes,
                  "budget_bytes": budget},
-      "how": _how(case, depths, compiled),
+      "how": _how(case, depths, compiled, baselines),
       "schedules": {name: _schedule(found, seconds[name], budget)
                     for name, found in planned.items()},
       "nearest": [] if peak <= budget else list(nearest(case, peak, budget)),
@@ -275,6 +280,10 @@ def _compile(cases, wanted, depths, workers, progress):
       try:
         for future in progress(concurrent.futures.as_completed(futures)):
           done[futures[future]] = future.result()
+      except concurrent.futures.BrokenExecutor as error:
+        raise InputError(
+            f"workers={workers}: a process that compiles was ended, most likely "
+            "for want of memory; expected fewer, such as --workers=1") from error
       except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
         raise
@@ -340,15 +349,16 @@ def input_bytes(case: Case, name: str) -> int:
 # -- the result ---------------------------------------------------------------
 
 
-def _how(case: Case, depths, compiled: bool) -> str:
+def _how(case: Case, depths, compiled: bool, baselines: bool) -> str:
   layers = case.model.text.num_hidden_layers
   if not compiled:
     return "estimate: temporaries and collectives from shapes, nothing compiled"
+  others = "" if baselines else "; of other schedules an estimate"
   if depths is None or layers <= max(depths):
-    return f"compiled at all {layers} layers"
+    return f"compiled at all {layers} layers{others}"
   shown = " and ".join(map(str, sorted(depths)))
   return (f"compiled at {shown} layers and extrapolated to {layers}, "
-          "layer by layer")
+          f"layer by layer{others}")
 
 
 def _schedule(found: Planned | None, seconds, budget) -> dict[str, Any]:

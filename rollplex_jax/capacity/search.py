@@ -62,8 +62,9 @@ def search(case: Case, *, best: int, compiled: bool, depths, workers: int,
     progress: wraps the iteration over candidates.
 
   Returns:
-    "ranked", a list of what fits (compiled ones first); "plan", the whole plan
-    of the first, or None; "closest", the smallest peak where nothing fits.
+    "ranked", a list of what fits (compiled ones first); "plan", the plan of the
+    first, whose other schedules are estimates, or None; "closest", the smallest
+    peak where nothing fits.
 
   Raises:
     InputError: if no mesh suits the model and the workload.
@@ -86,7 +87,8 @@ def search(case: Case, *, best: int, compiled: bool, depths, workers: int,
   ranked, plans = [], []
   if compiled:
     for candidate, _ in fitting[:best]:
-      plan = plan_lib.make_plan(candidate, compiled=True, **settings)
+      plan = plan_lib.make_plan(
+          candidate, compiled=True, baselines=False, **settings)
       plans.append(plan)
       ranked.append(_entry(plan))
     order = sorted(range(len(ranked)), key=lambda i: (
