@@ -236,15 +236,19 @@ def _group(line: str, devices_per_host: int) -> tuple[int, bool]:
   """How many devices take part, and whether they span hosts."""
   iota = re.search(
       r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-  mesh = re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line)
+  mesh = re.search(
+      r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? ?\{(.*?)\}",
+      line)
   if iota:
-    ints = lambda s: [int(n) for n in s.split(",")]
-    numbers = np.arange(np.prod(ints(iota[2]))).reshape(ints(iota[2]))
-    if iota[3]:
-      numbers = numbers.transpose(ints(iota[3]))
-    groups = numbers.reshape(ints(iota[1]))
+    shape = [int(n) for n in iota[1].split(",")]
+    groups = _numbers(iota[2], iota[3]).reshape(shape)
   elif mesh:
-    groups = _mesh_groups(mesh[1], mesh[2])
+    groups = _mesh_groups(mesh[1], mesh[3])
+    order = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", mesh[2] or "")
+    if order:
+      groups = _numbers(order[1], order[2])[groups]
+    elif mesh[2]:
+      return 1, False
   else:
     plain = re.search(
         r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line)
@@ -254,6 +258,15 @@ def _group(line: str, devices_per_host: int) -> tuple[int, bool]:
               for inner in re.findall(r"\{([\d,]+)\}", plain[1])]
   hosts = [{int(n) // devices_per_host for n in group} for group in groups]
   return max(len(g) for g in groups), any(len(h) > 1 for h in hosts)
+
+
+def _numbers(dims: str, transposed: str | None) -> np.ndarray:
+  """Numbers of devices in an order such as [4,8]T(1,0), in one row."""
+  ints = lambda s: [int(n) for n in s.split(",")]
+  numbers = np.arange(np.prod(ints(dims))).reshape(ints(dims))
+  if transposed:
+    numbers = numbers.transpose(ints(transposed))
+  return numbers.reshape(-1)
 
 
 def _mesh_groups(mesh: str, axes: str) -> np.ndarray:

@@ -35,6 +35,26 @@ ENTRY %main (p: f32[8]) -> f32[8] {
         kind="reduce-scatter", bytes=16, count=1, group=4, far=True))
 
 
+  def test_groups(self):
+    """Of 32 devices in hosts of 8, as compilers have been seen to write them.
+    """
+    axes = "mesh['axis_0'=8,'axis_1'=1,'axis_2'=4], device_ids=([4,4,2]T(0,2,1))"
+    for groups, expected in {
+        "[4,8]<=[32]": (8, False), "[8,4]<=[4,8]T(1,0)": (4, True),
+        "[8,4]<=[4,4,2]T(0,2,1)": (4, False), "{{0,8},{1,9}}": (2, True),
+        "mesh['a'=4,'b'=8] {'b'}": (8, False),
+        "mesh['a'=4,'b'=8] {'a'}": (4, True),
+        "mesh['a'=4,'b'=8] {'b':(2)4}": (4, False),
+        f"{axes} {{'axis_0'}}": (8, True), f"{axes} {{'axis_2'}}": (4, False),
+        "mesh['a'=8,'b'=4], device_ids=([4,8]T(1,0)) {'b'}": (4, True),
+    }.items():
+      program = f"""ENTRY %main (p: f32[8]) -> f32[8] {{
+  %ar = f32[8]{{0}} all-reduce(%p), replica_groups={groups}, to_apply=%sum
+}}"""
+      (found,) = deviceless.collectives(program, 8)
+      self.assertEqual((found.group, found.far), expected, msg=groups)
+
+
 class DepthTest(absltest.TestCase):
 
   def test_line_through_depths(self):
