@@ -19,7 +19,6 @@ import jax
 import tqdm
 
 from experiments import processes
-from legolm_jax import errors as legolm_errors
 from rollplex_jax.errors import InputError
 from rollplex_jax.metrics import write_json
 from rollplex_jax.placement.residency import BudgetError
@@ -58,7 +57,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
     except BudgetError as error:
       print(error.report().partition("\n")[2], file=sys.stderr)
       fail(error)
-    except (InputError, legolm_errors.InputError) as error:
+    except InputError as error:
       fail(error)
     except OSError as error:  # A disk that is full, a folder without access.
       reason = error.strerror or error

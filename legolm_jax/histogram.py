@@ -7,6 +7,7 @@ fall into bins. The same keys look codes up: one table entry per bin.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
@@ -21,7 +22,7 @@ from legolm_jax.errors import InputError
 _MAX_POINTS = 1 << 14
 
 
-class Bins:
+class Bins(abc.ABC):
   """A numbering of weights.
 
   Attributes:
@@ -37,9 +38,9 @@ class Bins:
   high: np.ndarray
   width: str = ""
 
+  @abc.abstractmethod
   def keys(self, x: np.ndarray) -> np.ndarray:
     """The keys of weights, as unsigned integers in the shape of `x`."""
-    raise NotImplementedError
 
   def always_outliers(self) -> np.ndarray:
     """bool [size]: the bins whose weights no centroid stands for."""

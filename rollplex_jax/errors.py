@@ -1,9 +1,5 @@
-"""Errors that a user can act on."""
+"""Errors that a user can act on: LegoLM's, so that one class catches both."""
 
+from legolm_jax.errors import InputError
 
-class InputError(ValueError):
-  """Bad input: the message is one line naming what is wrong and where.
-
-  Commands print it as `error: MESSAGE` and exit with status 1. Raise it with
-  the file, row, tensor or flag concerned, what was expected and what was found.
-  """
+__all__ = ["InputError"]

@@ -112,7 +112,7 @@ def compile_program(function, args, kwargs, spec: DeviceSpec, *,
   start = time.perf_counter()
   lowered = function.trace(*args, **kwargs).lower(
       lowering_platforms=(spec.kind,))
-  with _no_persistent_cache():
+  with no_persistent_cache():
     compiled = _compile(lowered)
   memory, text = compiled.memory_analysis(), compiled.as_text()
   if keep_text:
@@ -140,7 +140,7 @@ def _compile(lowered):
 
 
 @contextlib.contextmanager
-def _no_persistent_cache():
+def no_persistent_cache():
   """Programs for absent devices can be written to the cache, but not read."""
   before = jax.config.jax_enable_compilation_cache
   jax.config.update("jax_enable_compilation_cache", False)

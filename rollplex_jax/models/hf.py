@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from legolm_jax import sharding as lego_sharding
 from legolm_jax.array import LegoArray
+from legolm_jax.safetensors_files import read_json
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import architectures, tensor_files, vlm
 from rollplex_jax.models.config import ModelConfig
@@ -50,10 +51,10 @@ def load_config(path: str | os.PathLike) -> ModelConfig:
   folder = pathlib.Path(path)
   if not folder.is_dir():
     raise InputError(f"{path}: no such checkpoint folder")
-  raw = tensor_files.read_json(folder / "config.json")
+  raw = read_json(folder / "config.json")
   generation = folder / "generation_config.json"
   if generation.exists():
-    eos = tensor_files.read_json(generation).get("eos_token_id")
+    eos = read_json(generation).get("eos_token_id")
     if eos is not None:
       raw["eos_token_id"] = eos
   return architectures.config_from_hf(raw, str(folder / "config.json"))

@@ -7,19 +7,18 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
-import json
 import os
 import pathlib
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import safetensors
 
 from legolm_jax import checkpoint as lego_checkpoint
-from legolm_jax import errors as lego_errors
 from legolm_jax.array import LegoArray
+from legolm_jax.safetensors_files import read_json
 from rollplex_jax.errors import InputError
 from rollplex_jax.models.weights import Weight
 
@@ -50,10 +49,7 @@ def published_name(name: str) -> str:
 
 def is_compressed(path: str | os.PathLike) -> bool:
   """Whether a folder holds a compressed checkpoint. Raises InputError."""
-  try:
-    return lego_checkpoint.is_compressed(path)
-  except lego_errors.InputError as error:
-    raise InputError(str(error)) from error
+  return lego_checkpoint.is_compressed(path)
 
 
 def open_tensors(folder: str | os.PathLike) -> Tensors:
@@ -68,7 +64,7 @@ def open_tensors(folder: str | os.PathLike) -> Tensors:
   return _Plain(folder)
 
 
-class Tensors:
+class Tensors(abc.ABC):
   """The tensors of one folder.
 
   Attributes:
@@ -87,11 +83,11 @@ class Tensors:
     return self
 
   def __exit__(self, *args):
-    pass
+    del args  # Nothing to close, unless a kind of folder says so.
 
+  @abc.abstractmethod
   def read(self, published: str) -> np.ndarray | LegoArray:
     """A tensor on the host, as it is stored. Raises InputError."""
-    raise NotImplementedError
 
   def check(self, weights: Sequence[Weight], tied: bool) -> None:
     """Compares what is stored with declared weights, both ways.
@@ -182,19 +178,13 @@ class _Compressed(Tensors):
 
   def __init__(self, folder: pathlib.Path):
     super().__init__(folder)
-    try:
-      self._checkpoint = lego_checkpoint.Checkpoint(folder)
-    except lego_errors.InputError as error:
-      raise InputError(str(error)) from error
+    self._checkpoint = lego_checkpoint.Checkpoint(folder)
     for name in self._checkpoint.names():
       entry = self._checkpoint.entries[name]
       self._add(name, entry["file"], entry["shape"], entry["dtype"])
 
   def read(self, published):
-    try:
-      return self._checkpoint.read(self.where[published][1])
-    except lego_errors.InputError as error:
-      raise InputError(str(error)) from error
+    return self._checkpoint.read(self.where[published][1])
 
 
 def _files(folder: pathlib.Path) -> list[str]:
@@ -223,15 +213,3 @@ def _files(folder: pathlib.Path) -> list[str]:
         f"{', '.join(found) or 'no safetensors file'}")
   return found
 
-
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """The object that a file holds. Raises InputError."""
-  try:
-    raw = json.loads(path.read_text())
-  except OSError as e:
-    raise InputError(f"{path}: cannot be read ({e.strerror})") from e
-  except ValueError as e:
-    raise InputError(f"{path}: not valid JSON ({e})") from e
-  if not isinstance(raw, dict):
-    raise InputError(f"{path}: expected a JSON object")
-  return raw

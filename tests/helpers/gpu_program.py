@@ -7,22 +7,18 @@ that a test can read. Only tests marked `cuda_plugin` may call these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-import contextlib
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import math
-import os
-import pathlib
 import re
 
 import jax
-from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 import numpy as np
 
-_H100 = pathlib.Path(__file__).with_name("h100.textproto")
+from rollplex_jax.capacity import deviceless
+from rollplex_jax.capacity.devices import device_of
+
 _INSTRUCTION = re.compile(r"(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)")
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) .*\{$")
 # What makes no array, and what leaves that to another computation.
@@ -32,40 +28,23 @@ _CALLS = ("while", "conditional", "call", "call-start", "call-done")
 
 def has_plugin() -> bool:
   """Whether programs can be compiled for GPUs here."""
-  return importlib.util.find_spec("jax_cuda13_plugin") is not None
+  return deviceless.has_plugin()
 
 
 def h100_mesh(shape: Sequence[int],
               axes: Sequence[str]) -> jax.sharding.Mesh:
   """A mesh of H100s in one host, none of which exists."""
-  # The plugin looks for libraries that only running would need.
-  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-  topology = topologies.get_topology_desc(
-      "", "cuda", topology=f"1x1x{math.prod(shape)}",
-      target_config=_H100.read_text())
-  return jax.sharding.Mesh(np.array(topology.devices).reshape(shape), axes)
+  found = deviceless.devices(device_of("h100"), math.prod(shape))
+  return jax.sharding.Mesh(np.array(found).reshape(shape), axes)
 
 
 def compile_for_gpu(function, *args) -> Program:
   """Compiles a jitted function for the devices of its arguments' shardings."""
   lowered = function.trace(*args).lower(lowering_platforms=("cuda",))
-  with _no_persistent_cache():
+  with deviceless.no_persistent_cache():
     # Autotuning would run kernels.
     compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
   return Program(compiled.as_text())
-
-
-@contextlib.contextmanager
-def _no_persistent_cache():
-  """Programs for absent devices can be written to the cache, but not read."""
-  before = jax.config.jax_enable_compilation_cache
-  jax.config.update("jax_enable_compilation_cache", False)
-  compilation_cache.reset_cache()
-  try:
-    yield
-  finally:
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
 
 
 @dataclasses.dataclass(frozen=True)
