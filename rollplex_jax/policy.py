@@ -60,7 +60,7 @@ class Policy:
     self.frozen: Params = {}
     if "visual" in loaded and freeze_vision_tower:
       frozen = {"visual": loaded.pop("visual")}
-      self.frozen = _lay_out(_part(storage, frozen), self._dtype)(frozen)
+      self.frozen = _lay_out(frozen, _part(storage, frozen), self._dtype)
     self._optimizer = update.make_optimizer(optimizer)
     self.state: TrainState | None = update.create_state(
         loaded, self._optimizer)
@@ -120,9 +120,7 @@ class Policy:
 
   def _compute_copy(self) -> Params:
     """Master weights as training reads them."""
-    if self._storage is None:
-      return update.cast_params(self.state.params, self._dtype)
-    return _lay_out(self._storage, self._dtype)(self.state.params)
+    return _lay_out(self.state.params, self._storage, self._dtype)
 
 
 def _replicate_scalars(tree: Any, places: Places) -> Any:
@@ -146,15 +144,25 @@ def _part(shardings: Params | None, params: Params) -> Params | None:
   return shardings and {part: shardings[part] for part in params}
 
 
-def _lay_out(shardings: Any, dtype):
-  """A program that casts a tree and puts it where `shardings` say."""
+def _lay_out(params: Params, shardings: Any, dtype: jnp.dtype) -> Params:
+  """A tree in another dtype and where `shardings` say; None for as it lies.
+
+  What is there already stays the same array.
+  """
   if shardings is None:
-    return lambda tree: update.cast_params(tree, dtype)
-  leaves, tree = jax.tree.flatten(shardings)
-  return _cast_program(tuple(leaves), tree, dtype)
+    return update.cast_params(params, dtype)
+  arrays, tree = jax.tree.flatten(params)
+  places = tree.flatten_up_to(shardings)
+  moving = [i for i, (a, place) in enumerate(zip(arrays, places))
+            if a.dtype != dtype or not a.sharding.is_equivalent_to(
+                place, a.ndim)]
+  cast = _cast_program(tuple(places[i] for i in moving), dtype)
+  for i, array in zip(moving, cast([arrays[i] for i in moving])):
+    arrays[i] = array
+  return tree.unflatten(arrays)
 
 
 @functools.cache
-def _cast_program(leaves, tree, dtype):
-  return jax.jit(lambda params: jax.tree.map(
-      lambda a: a.astype(dtype), params), out_shardings=tree.unflatten(leaves))
+def _cast_program(places, dtype):
+  return jax.jit(lambda arrays: [a.astype(dtype) for a in arrays],
+                 out_shardings=list(places))

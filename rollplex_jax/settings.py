@@ -49,5 +49,4 @@ def facts_of(settings: Settings, batch: PromptBatch, *, has_reference: bool,
       has_media=batch.vision is not None, has_reference=has_reference,
       trains_tower="visual" in settings.trained,
       scores_policy=several_updates,
-      moves_weights=(training is not None
-                     and training.text.heads != rollout.text.heads))
+      moves_weights=training is not None and training.weights_move(rollout))

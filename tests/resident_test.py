@@ -67,6 +67,7 @@ class ResidentTest(parameterized.TestCase):
       dict(mesh=MeshConfig(data=4, training_tp=1, rollout_tp=2,
                            storage="finer"),
            schedule=ScheduleConfig(**_WINDOW)),
+      dict(mesh=MeshConfig(fsdp=4, training_tp=2, rollout_tp=2)),
       dict(mesh=MeshConfig(data=2, fsdp=2, training_tp=2, rollout_tp=1),
            schedule=ScheduleConfig(**_WINDOW), num_iterations=2))
   def test_every_phase_holds_what_the_plan_has(self, **kwargs):

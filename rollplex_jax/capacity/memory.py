@@ -172,11 +172,12 @@ def work_of(case: Case) -> StepShape:
 
 def facts_of(case: Case) -> Facts:
   """What a step's plans depend on; the tower is frozen."""
-  mesh = case.mesh
+  places = case.places()
   return Facts(
       has_media=case.workload.video is not None,
       has_reference=case.has_reference, trains_tower=False,
-      scores_policy=False, moves_weights=mesh.training_tp != mesh.rollout_tp)
+      scores_policy=False,
+      moves_weights=places is not None and places.moves_weights)
 
 
 def schedule_of(case: Case, name: str) -> ScheduleConfig:
@@ -192,6 +193,11 @@ def schedule_of(case: Case, name: str) -> ScheduleConfig:
   return ScheduleConfig(name=ScheduleName(name), share_prefix=False)
 
 
+def reshards(case: Case) -> bool:
+  """Whether the window's results lie otherwise than training reads them."""
+  return case.mesh.training_tp != case.mesh.rollout_tp
+
+
 def programs_of(case: Case, name: str) -> dict[str, Unit | None]:
   """Programs of a schedule, by their names in `Programs`, with a unit of each.
   """
@@ -205,7 +211,7 @@ def programs_of(case: Case, name: str) -> dict[str, Unit | None]:
     if unit.stage == Stage.PREFIX:
       saves = any("/saved" in name for name in unit.writes)
       program = "prefill" if saves else "plain_prefill"
-    if unit.stage == Stage.WINDOW and facts.moves_weights:
+    if unit.stage == Stage.WINDOW and reshards(case):
       out["reshard"] = unit
     if unit.stage != Stage.TRANSFER:
       out[program] = unit

@@ -74,7 +74,7 @@ class Programs:
   @functools.cached_property
   def rollout_weights(self):
     """What the rollout reads of the decoder."""
-    if self.places is None or not self.places.differ:
+    if self.places is None or not self.places.moves_weights:
       return self.weights["text"]
     text = self.declared["text"]
     return self._tree(text, _COMPUTE, self.rollout.weights(text))

@@ -148,8 +148,12 @@ def stage_times(case: Case, collectives: Mapping[str, list[Collective]],
   if case.mesh.training_tp != case.mesh.rollout_tp:
     out["reshard"] = time("reshard", 0)
   if have.rebuilt:
-    moved = Collective(kind="all-gather", bytes=have.rebuilt,
-                       count=sizes.layers, group=2, far=False)
+    mesh = case.mesh
+    moved = Collective(
+        kind="all-gather", bytes=have.rebuilt, count=sizes.layers,
+        group=max(round(have.rollout_text / have.text), 2),
+        far=mesh.fsdp > 1 and mesh.fsdp * max(mesh.training_tp, mesh.rollout_tp)
+        > spec.devices_per_host)
     out["rebuild"] = StageTime(
         compute=0.0, memory=2 * have.rebuilt / spec.hbm_bandwidth,
         collective=collective_seconds([moved], spec, efficiency))

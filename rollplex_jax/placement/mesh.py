@@ -86,6 +86,11 @@ class Places:
     return self.training.text.heads != self.rollout.text.heads
 
   @property
+  def moves_weights(self) -> bool:
+    """Whether the rollout reads weights in another layout than training."""
+    return self.training.weights_move(self.rollout)
+
+  @property
   def parts(self) -> int:
     """Into how many parts a batch is packed: the finer of the two splits."""
     return max(self.training.batch_ways, self.rollout.batch_ways)
@@ -110,7 +115,7 @@ class Places:
       text: the decoder's declared weights.
       dtype: of its compute parameters.
     """
-    if not self.differ:
+    if not self.moves_weights:
       return None
     return plan_layout(text, self.storage, self.rollout, dtype,
                        training=self.training)

@@ -250,6 +250,12 @@ class Placement:
     return {part: self.weights(tree, "vision" if part == "visual" else "text")
             for part, tree in declared.items()}
 
+  def weights_move(self, rollout: Placement) -> bool:
+    """Whether the rollout reads the decoder's weights laid out otherwise."""
+    split = self.mesh.shape["fsdp"] > 1 and self.text.embed
+    return self.text.heads != rollout.text.heads or bool(
+        split and not rollout.text.embed)
+
   @property
   def replicated(self) -> NamedSharding:
     """Of an array that every device has whole."""

@@ -110,6 +110,18 @@ class MeshesTest(parameterized.TestCase):
   def test_every_mesh(self, name, schedule):
     self.check(name, schedule)
 
+  def test_weights_split_by_fsdp_are_gathered_before_the_rollout(self):
+    """A step of decoding must not gather them."""
+    text = vlm.weights(self.config)["text"]
+    for mesh, moves in ((MeshConfig(fsdp=4, training_tp=2, rollout_tp=2), True),
+                        (MeshConfig(data=4, training_tp=2, rollout_tp=2), False)):
+      places = make_places(mesh, vlm.axis_sizes(self.config))
+      plan = places.plan_layout(text, np.float32)
+      self.assertEqual(moves, plan is not None)
+      if plan:
+        self.assertFalse(any("fsdp" in str(t.rollout.spec) for t in plan.tensors))
+        self.assertGreater(plan.to_dict()["bytes"]["rebuild"], 0)
+
   def check(self, name, schedule):
     mesh = _MESHES[name]
     trained = ("text", "visual")
