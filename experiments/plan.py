@@ -61,8 +61,9 @@ _PREFIX = flags.DEFINE_integer(
     "prefix_length", 8192, "Tokens of a prompt, its video included.")
 _RESPONSE = flags.DEFINE_integer("response_length", 1024, "Of a response.")
 _VIDEO = flags.DEFINE_string(
-    "video", "16x40x48", "Patches of each prompt's video: pairs of frames, "
-    "rows, columns; empty for none.")
+    "video", None, "Patches of each prompt's video: pairs of frames, rows, "
+    "columns; empty for none. By default frames of 480 tokens (40x48 for the "
+    "published models), 16 pairs or what the prefix has room for.")
 _REFERENCE = flags.DEFINE_bool("reference", True, "Score a reference model.")
 _FRACTION = flags.DEFINE_float(
     "memory_fraction", 0.9, "Share of a device's memory that may be used.",
@@ -135,7 +136,10 @@ def _case() -> Case:
   differ = mesh.training_tp != mesh.rollout_tp
   source = _SOURCE.value or (
       PrefixSource.WINDOW if differ else PrefixSource.ROLLOUT)
-  video = _video() if model.vision is not None else None
+  video = None
+  if model.vision is not None:
+    video = (_video() if _VIDEO.value is not None else
+             _default_video(model.vision.spatial_merge_size))
   return Case(
       model=model, device=spec.name, num_devices=count, mesh=mesh,
       workload=Workload(
@@ -164,6 +168,13 @@ def _mesh(model, spec, count: int) -> MeshConfig:
   return MeshConfig(
       data=data, fsdp=fsdp, training_tp=training, rollout_tp=rollout,
       storage=_STORAGE.value)
+
+
+def _default_video(merge: int) -> tuple[int, int, int] | None:
+  """Fifteen sixteenths of the prefix at most; None where that is no frame."""
+  rows, columns = 20, 24  # Merged features of a frame.
+  frames = min(_PREFIX.value * 15 // 16 // (rows * columns), 16)
+  return (frames, rows * merge, columns * merge) if frames else None
 
 
 def _video() -> tuple[int, int, int] | None:

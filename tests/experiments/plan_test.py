@@ -68,6 +68,14 @@ class PlanTest(parameterized.TestCase):
     # Two pools of half a device each there can't be.
     self.assertIsNone(plan["schedules"]["disaggregated"]["peak_bytes"])
 
+  @parameterized.parameters(
+      (8192, [16, 40, 48]), (2048, [4, 40, 48]), (256, None))
+  def test_the_default_video_fits_the_prefix(self, length, video):
+    plan, _ = self.plan(
+        "--model=qwen2.5-vl-3b", "--device=h100", "--num_devices=1",
+        "--estimate", "--num_prompts=2", f"--prefix_length={length}")
+    self.assertEqual(plan["case"]["workload"]["video"], video)
+
   def test_what_would_fit(self):
     """That something does not fit is an answer, with others beside it."""
     plan, out = self.plan(*_DEFAULT, "--estimate", "--budget_gb=40")
@@ -75,7 +83,7 @@ class PlanTest(parameterized.TestCase):
     self.assertEqual(plan["memory"]["budget_bytes"], 40e9)
     near = {n["setting"].partition("=")[0]: n for n in plan["nearest"]}
     self.assertContainsSubset(
-        ("--save", "--num_prompts", "--fsdp"), near)
+        ("--save", "--num_prompts", "--num_devices"), near)
     self.assertIn("more than the budget of 37.3 GiB. By estimate would fit: "
                   "--save=offload", out)
     # Which it does.
@@ -134,7 +142,8 @@ class PlanTest(parameterized.TestCase):
       (("--micro_batch_size=6",), "micro_batch_size=6: expected a multiple of"),
       (("--video=16x41x48",), "multiples of 2"),
       (("--video=big",), "expected three numbers"),
-      (("--prefix_length=1000",), "at most prefix_length=1000"),
+      (("--prefix_length=1000", "--video=16x40x48"),
+       "at most prefix_length=1000"),
       (("--rollout_tp=4", "--training_tp=8", "--prefix_source=rollout"),
        "expected prefix_source=window"),
       (("--rollout_tp=6", "--training_tp=8"), "to divide the other"),
