@@ -63,11 +63,7 @@ class AgreementTest(parameterized.TestCase):
     training, rollout = programs.training, programs.rollout
     self.assertEqual(tree_bytes(programs.weights), have.weights)
     self.assertEqual(tree_bytes(programs.weights["text"]), have.text)
-    # Where only FSDP tells them apart, the rollout gathers as training does.
-    self.assertEqual(
-        tree_bytes(programs.rollout_weights),
-        have.rollout_text if case.mesh.training_tp != case.mesh.rollout_tp
-        else have.text)
+    self.assertEqual(tree_bytes(programs.rollout_weights), have.rollout_text)
     self.assertEqual(tree_bytes(programs.grads), have.gradients)
     # Counts of steps and the rate are a few scalars.
     self.assertBetween(tree_bytes(programs.state), have.optimizer,
