@@ -9,11 +9,10 @@ and two plots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 import csv
 import dataclasses
 import pathlib
-import sysconfig
 import time
 from typing import Any
 
@@ -51,7 +50,7 @@ _OUTPUT = flags.DEFINE_string(
 _WINDOW = flags.DEFINE_integer(
     "window_length", 256, "Tokens of a window.", lower_bound=2)
 _WINDOWS = flags.DEFINE_integer(
-    "num_windows", 16, "So many windows or episodes, the first ones; 0: all.",
+    "num_windows", 16, "So many windows, spread over the text, or so many episodes; 0: all.",
     lower_bound=0)
 _LAMBADA = flags.DEFINE_string("lambada", None, "File of LAMBADA's format.")
 _HELLASWAG = flags.DEFINE_string("hellaswag", None, "File of HellaSwag's.")
@@ -63,12 +62,13 @@ _CENTROIDS = flags.DEFINE_multi_integer(
 _VECTOR_CENTROIDS = flags.DEFINE_multi_integer(
     "vector_centroids", [128, 1024], "Values of K for blocks of two and four.",
     lower_bound=2, upper_bound=1 << 16)
+_GROUPS = flags.DEFINE_multi_string(
+    "groups", [], "Groups of the grid, as study.md names them; by default all.")
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16"], "Of the parameters.")
 _BATCH = flags.DEFINE_integer("batch_size", 4, "Windows at a time.",
                               lower_bound=1)
 
-_MODULES = ("argparse.py", "textwrap.py", "tarfile.py", "json/decoder.py")
 PUBLISHED = dict(row_scale=RowScale.NONE, fit=Fit.LLOYD_MAX,
                  largest_per_tensor=0)
 
@@ -136,52 +136,43 @@ class Study:
   """A checkpoint, and what every reconstruction of it is measured by."""
 
   def __init__(self, path: str, documents: list[str], questions: dict):
-    """Loads the checkpoint. Raises InputError."""
+    """Loads the checkpoint and runs it. Raises InputError."""
     self.folder = CheckpointFolder(path)
+    self._compared = {d.name for d in rules_lib.decide(self.folder, Rules())
+                      if d.compress}
     processor = Processor.from_checkpoint(path)
-    self._config, self._params = hf.load_checkpoint(
-        path, jnp.dtype(_DTYPE.value))
+    self._config, params = hf.load_checkpoint(path, jnp.dtype(_DTYPE.value))
     shared = dict(limit=_WINDOWS.value, batch_size=_BATCH.value)
     if _WORLD.value:
       architectures.check_decodes(self._config, path)
       self._subject = Episodes(
-          self._config, processor, self._params, _WORLD.value,
+          self._config, processor, params, _WORLD.value,
           max_completion_length=_LENGTH.value, **shared)
     else:
       self._subject = Texts(
-          self._config, processor, documents, window_length=_WINDOW.value,
-          questions=questions, **shared)
-    self._outcomes = self._subject.outcomes(self._params)
+          self._config, processor, params, documents,
+          window_length=_WINDOW.value, questions=questions, **shared)
+    self.tokens = self._subject.tokens
+    self._outcomes = self._subject.outcomes(params)
 
   def measure(self, made: Reconstruction, *, ask: bool) -> dict[str, Any]:
     """Squared error, bits, perplexity, KL, and outcomes if `ask`."""
+    distortion = _Distortion(self.folder, self._compared)
     params = hf.params_from_tensors(
-        self._config, made.tensors(), jnp.dtype(_DTYPE.value))
+        self._config, distortion.watch(made.tensors()),
+        jnp.dtype(_DTYPE.value))
     plain = baselines.uncompressed(self.folder).bits_per_parameter
     row = {"name": made.name,
            "true_ratio": plain / made.bits_per_parameter,
            "bits_per_compressed_weight": made.bits_per_compressed_weight,
            "bits_per_parameter": made.bits_per_parameter,
-           "relative_squared_error": self.distortion(made),
-           **self._subject.compare(params, self._params).summary()}
+           "relative_squared_error": distortion.value,
+           **self._subject.compare(params).summary()}
     if ask:
       for name, outcomes in self._subject.outcomes(params).items():
         values = benchmarks.summary(outcomes, self._outcomes[name])
         row |= {f"{name}_{k}": v for k, v in values.items()}
     return row
-
-  def distortion(self, made: Reconstruction) -> float:
-    """Squared error over squared norm, of the matrices of all blocks but the
-    first and the last, the same for whatever protects them."""
-    names = {d.name for d in rules_lib.decide(self.folder, Rules())
-             if d.compress}
-    error = norm = 0.0
-    for name, tensor in made.tensors():
-      if name in names:
-        source = self.folder.read(name).astype(np.float32)
-        error += float(np.square(source - tensor.astype(np.float32)).sum())
-        norm += float(np.square(source).sum())
-    return error / norm
 
   def share_beyond(self, num_centroids: int) -> float:
     """The share of weights beyond the outermost of the K - 1 thresholds between
@@ -199,6 +190,33 @@ class Study:
     return beyond / total
 
 
+class _Distortion:
+  """Squared error over squared norm of the named tensors as they pass by.
+
+  They are the matrices of all blocks but the first and the last, the same for
+  whatever protects them.
+  """
+
+  def __init__(self, folder: CheckpointFolder, names: set[str]):
+    self._folder, self._names = folder, names
+    self._error = self._norm = 0.0
+
+  def watch(self, tensors: Iterable[tuple[str, np.ndarray]]
+            ) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors themselves."""
+    for name, tensor in tensors:
+      if name in self._names:
+        source = self._folder.read(name).astype(np.float32)
+        self._norm += float(np.vdot(source, source))
+        source -= tensor.astype(np.float32)
+        self._error += float(np.vdot(source, source))
+      yield name, tensor
+
+  @property
+  def value(self) -> float:
+    return self._error / self._norm
+
+
 def main() -> dict[str, Any]:
   """Runs the command."""
   start = time.perf_counter()
@@ -208,9 +226,9 @@ def main() -> dict[str, Any]:
   if tensor_files.is_compressed(path):
     raise InputError(f"--model_path={path}: is compressed; expected the "
                      "checkpoint itself")
+  entries = _entries()
   study = Study(path, _documents(), _questions())
   rows = []
-  entries = list(grid(_CENTROIDS.value, _VECTOR_CENTROIDS.value))
   for entry in common.progress("studying", len(entries))(entries):
     row = {"group": entry.group, "dim": entry.dim,
            "num_centroids": entry.num_centroids,
@@ -221,14 +239,14 @@ def main() -> dict[str, Any]:
       rows.append(row | {"skipped": str(e)})
       continue
     rows.append(row | study.measure(
-        made, ask=entry.group in ("published", "row scale")))
+        made, ask=entry.num_centroids == 64
+        and entry.group in ("published", "row scale")))
   shares = {k: study.share_beyond(k) for k in (64, 128)}
-  data = _DATA.value or ", ".join(_MODULES)
+  data = _DATA.value or ", ".join(texts.LIBRARY_MODULES)
   if _WORLD.value:
     data = f"the checkpoint's plans in {' '.join(_WORLD.value)}"
-  measured = next((row for row in rows if "tokens" in row), {"tokens": 0})
   result = {"model_path": path, "data": data,
-            "tokens": measured["tokens"], "rows": rows,
+            "tokens": study.tokens, "rows": rows,
             "claims": study_report.claims(rows, shares)}
   result["seconds"] = time.perf_counter() - start
   with folders.new(output) as work:
@@ -238,6 +256,16 @@ def main() -> dict[str, Any]:
   print(study_report.markdown(result))
   print(f"{len(rows)} points in {result['seconds']:.0f} s -> {output}")
   return result
+
+
+def _entries() -> list[Entry]:
+  """Those of the grid that were asked for. Raises InputError."""
+  entries = list(grid(_CENTROIDS.value, _VECTOR_CENTROIDS.value))
+  groups = list(dict.fromkeys(entry.group for entry in entries))
+  for name in _GROUPS.value:
+    if name not in groups:
+      raise InputError(f"--groups={name}: expected some of {', '.join(groups)}")
+  return [e for e in entries if e.group in (_GROUPS.value or groups)]
 
 
 def _nominal(entry: Entry) -> float | None:
@@ -253,8 +281,7 @@ def _documents() -> list[str]:
                      "either a world or texts")
   if _DATA.value:
     return texts.read_documents(_DATA.value)
-  library = pathlib.Path(sysconfig.get_path("stdlib"))
-  return [(library / name).read_text(encoding="utf-8") for name in _MODULES]
+  return texts.library_documents()
 
 
 def _questions() -> dict[str, list[benchmarks.Question]]:

@@ -44,7 +44,7 @@ def claims(rows: Sequence[Row], shares: Mapping[int, float]
 
   def change(row):
     if row is None:
-      return f"{_NOT_MEASURED}: the checkpoint is too small for it"
+      return f"{_NOT_MEASURED}: left out, or the checkpoint is too small"
     return _with_error(row, "change_percent", "{:+.3f} %")
 
   def benchmark(name, key):

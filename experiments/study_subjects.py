@@ -22,41 +22,61 @@ from rollplex_jax.tasks import make_task
 
 
 class Texts:
-  """Windows of texts, and questions of benchmarks."""
+  """Windows of texts, and questions of benchmarks.
+
+  Of the reference only the head is held, and its hidden states of the windows:
+  a point of the grid then costs one pass, and memory for one model.
+  """
 
   def __init__(self, config: ModelConfig, processor: Processor,
-               documents: Sequence[str], *, window_length: int, limit: int,
-               batch_size: int,
+               reference: Params, documents: Sequence[str], *,
+               window_length: int, limit: int, batch_size: int,
                questions: dict[str, list[benchmarks.Question]]):
-    """Cuts the windows. Raises InputError."""
+    """Cuts the windows and runs the reference. Raises InputError."""
     self._config, self._processor = config, processor
     prefix = processor.tokenizer("", verbose=False)["input_ids"]
     self._prefix, self._batch_size = list(prefix), batch_size
-    self._tokens = evaluate.windows(
-        map(processor.encode, documents), window_length, prefix)
-    self._tokens = self._tokens[:limit or None]
+    windows = spread(evaluate.windows(
+        map(processor.encode, documents), window_length, prefix), limit)
+    self._first = max(len(self._prefix), 1)
+    self.tokens = len(windows) * (window_length - self._first)
+    self._windows = [windows[i:i + batch_size]
+                     for i in range(0, len(windows), batch_size)]
+    self._hidden = [np.asarray(programs.text_hidden(reference, config, w))
+                    for w in self._windows]
+    name = "head" if "head" in reference["text"] else "embed"
+    self._head = {name: reference["text"][name]}
     self._questions = questions
 
-  def compare(self, params: Params, reference: Params) -> evaluate.Comparison:
-    """A model beside its reference."""
-    return evaluate.compare(
-        self._logits(params), self._tokens, reference=self._logits(reference),
-        num_prefix=len(self._prefix), batch_size=self._batch_size)
+  def compare(self, params: Params) -> evaluate.Comparison:
+    """A model beside the reference."""
+    found = []
+    for windows, hidden in zip(self._windows, self._hidden):
+      values = evaluate.window_statistics(
+          programs.text_logits(params, self._config, windows),
+          programs.head_logits(self._head, hidden), windows, self._first)
+      found.append([np.asarray(v, np.float64) for v in values])
+    return evaluate.comparison(found, self.tokens)
 
   def outcomes(self, params: Params) -> dict[str, dict[str, np.ndarray]]:
     """Item by item, by benchmark."""
     out = {}
     for name, questions in self._questions.items():
       scores = benchmarks.ask(
-          self._logits(params), questions, self._processor.encode,
+          lambda tokens: programs.text_logits(params, self._config, tokens),
+          questions, self._processor.encode,
           prefix=self._prefix, batch_size=self._batch_size,
           max_length=self._config.text.max_length)
       out[name] = (benchmarks.lambada_outcomes(scores) if name == "lambada"
                    else benchmarks.hellaswag_outcomes(questions, scores))
     return out
 
-  def _logits(self, params) -> evaluate.Logits:
-    return lambda tokens: programs.text_logits(params, self._config, tokens)
+
+def spread(windows: np.ndarray, limit: int) -> np.ndarray:
+  """`limit` of the windows [N, T], evenly over them; 0: all."""
+  if not limit or limit >= len(windows):
+    return windows
+  return windows[np.arange(limit) * len(windows) // limit]
 
 
 class Episodes:
@@ -65,11 +85,12 @@ class Episodes:
   A plan's tokens are scored; every plan counts the same, however long.
   """
 
-  def __init__(self, config: ModelConfig, processor: Processor, params: Params,
-               world: Sequence[str], *, limit: int, batch_size: int,
-               max_completion_length: int):
-    """Lets the model play. Raises InputError."""
+  def __init__(self, config: ModelConfig, processor: Processor,
+               reference: Params, world: Sequence[str], *, limit: int,
+               batch_size: int, max_completion_length: int):
+    """Lets the reference play. Raises InputError."""
     self._config, self._processor = config, processor
+    self._reference = reference
     self._task = make_task(
         evaluate_reward.settings(None, "", world, limit), processor,
         supervised=False)
@@ -78,9 +99,9 @@ class Episodes:
         max_completion_length=max_completion_length, temperature=0.0,
         eos_token_ids=inference.eos_token_ids(config, processor),
         banned_token_ids=config.vision_token_ids)
-    self._batches, self._tokens, waiting = [], 0, []
+    self._batches, self.tokens, waiting = [], 0, []
     for example, (completion,) in inference.complete(
-        params, config, processor, self._task.eval_rows, self._sampling,
+        reference, config, processor, self._task.eval_rows, self._sampling,
         batch_size=batch_size):
       waiting.append((example, completion.token_ids))
       if len(waiting) == batch_size:
@@ -91,7 +112,7 @@ class Episodes:
 
   def _batch(self, items):
     examples, token_ids = zip(*items)
-    self._tokens += sum(map(len, token_ids))
+    self.tokens += sum(map(len, token_ids))
     batch = make_batch(
         self._config, [e.prompt for e in examples], [e.index for e in examples],
         num_rows=self._batch_size)
@@ -99,18 +120,18 @@ class Episodes:
         token_ids, num_rows=self._batch_size)
     return batch, GroupResponses(ids[:, None], lengths[:, None]), len(items)
 
-  def compare(self, params: Params, reference: Params) -> evaluate.Comparison:
-    """A model beside its reference."""
+  def compare(self, params: Params) -> evaluate.Comparison:
+    """A model beside the reference."""
     found = []
     for batch, responses, count in self._batches:
       ours, theirs = (programs.response_logits(
           p, self._config, batch.inputs, batch.vision, responses)[:count, 0]
-                      for p in (params, reference))
+                      for p in (params, self._reference))
       values = evaluate.token_statistics(
           ours, theirs, responses.token_ids[:count, 0],
           np.asarray(responses.mask)[:count, 0])
       found.append([np.asarray(v, np.float64) for v in values])
-    return evaluate.comparison(found, self._tokens)
+    return evaluate.comparison(found, self.tokens)
 
   def outcomes(self, params: Params) -> dict[str, dict[str, Any]]:
     """Episode by episode: whether a greedy plan succeeds."""

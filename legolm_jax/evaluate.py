@@ -146,7 +146,7 @@ def compare(logits: Logits, tokens: np.ndarray, *,
       raise ValueError(f"logits {ours.shape} and the reference's "
                        f"{theirs.shape} differ in shape")
     values = [np.asarray(v, np.float64)[:rows]
-              for v in _of_windows(ours, theirs, part, first)]
+              for v in window_statistics(ours, theirs, part, first)]
     found.append(values)
   return comparison(
       found, tokens=len(tokens) * (tokens.shape[1] - first))
@@ -170,8 +170,11 @@ def comparison(parts: Sequence[Sequence[np.ndarray]], tokens: int
 
 
 @jax.jit(static_argnames="first")
-def _of_windows(ours, theirs, tokens, first):
-  """Per window: loss, and with a reference its loss, KL and agreement."""
+def window_statistics(ours: jax.Array, theirs: jax.Array | None,
+                      tokens: jax.Array, first: int
+                      ) -> tuple[jax.Array, ...]:
+  """`token_statistics` of windows int32 [B, T], of which the tokens from place
+  `first` on are scored; logits are [B, T, V]."""
   targets = jnp.asarray(tokens)[:, first:]
   cut = lambda logits: None if logits is None else logits[:, first - 1:-1]
   return token_statistics(

@@ -179,13 +179,23 @@ def score_suffix(params, config, prompts, kv, rows,
   return logprobs * responses.mask
 
 
-@functools.partial(jax.jit, static_argnames="config")
 def text_logits(params, config, token_ids) -> jax.Array:
   """float32 [B, T, V] logits after each of right-padded tokens [B, T]."""
+  return head_logits(params["text"], text_hidden(params, config, token_ids))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def text_hidden(params, config, token_ids) -> jax.Array:
+  """[B, T, D] final hidden states of right-padded tokens [B, T]."""
   places = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
   positions = jnp.broadcast_to(places, (3, *token_ids.shape))
-  return decoder.logits(
-      params["text"], vlm.forward(params, config, token_ids, positions))
+  return vlm.forward(params, config, token_ids, positions)
+
+
+@jax.jit
+def head_logits(text, hidden) -> jax.Array:
+  """`decoder.logits`, compiled."""
+  return decoder.logits(text, hidden)
 
 
 @functools.partial(jax.jit, static_argnames="config")

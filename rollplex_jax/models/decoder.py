@@ -259,7 +259,7 @@ def logits(params: Params, hidden: jax.Array, *,
 
   `axis` splits the vocabulary; every device gets all logits.
   """
-  head = params.get("head", params["embed"])
+  head = params["head"] if "head" in params else params["embed"]
   scores = layers.dense_out_in(hidden, head, dtype=jnp.float32)
   if axis is None:
     return scores

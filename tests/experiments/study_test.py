@@ -9,7 +9,7 @@ from absl.testing import absltest
 import numpy as np
 
 from experiments import evaluate_reward, study_report
-from experiments.study_subjects import Episodes
+from experiments.study_subjects import Episodes, spread
 from legolm_jax import baselines
 from legolm_jax.safetensors_files import CheckpointFolder
 from rollplex_jax import inference
@@ -89,7 +89,7 @@ class StudyTest(absltest.TestCase):
     subject = Episodes(config, processor, params,
                        ["level=BabyAI-GoToObjS4-v0"], limit=3, batch_size=2,
                        max_completion_length=4)
-    same = subject.compare(params, params)
+    same = subject.compare(params)
     self.assertEqual((same.summary()["mean_kl"], len(same.loss)), (0, 3))
     outcomes = subject.outcomes(params)["world"]["success"]
     self.assertLen(outcomes, 3)
@@ -120,6 +120,28 @@ class StudyTest(absltest.TestCase):
     self.assertAlmostEqual(
         row["relative_squared_error"] / (error / norm), 1, places=4)
 
+  def test_groups(self):
+    """Those that were asked for; a claim that needs another says so."""
+    result = self.folder / "groups.json"
+    ran = self.study(f"--output_dir={self.folder}/groups", "--groups=published",
+                     "--groups=8-bit per row", f"--json={result}")
+    self.assertEqual((ran.status, ran.err), (0, ""))
+    found = json.loads(result.read_text())
+    self.assertEqual({row["group"] for row in found["rows"]},
+                     {"published", "8-bit per row"})
+    measured = {c["claim"]: c["measured"] for c in found["claims"]}
+    self.assertStartsWith(measured["full replacement at K=128"],
+                          "not measured: left out")
+    whole = {row["name"]: row for row in self.found["rows"]}
+    for row in found["rows"]:
+      self.assertEqual(row["mean_kl"], whole[row["name"]]["mean_kl"])
+
+  def test_windows_are_spread(self):
+    windows = np.arange(10)[:, None]
+    self.assertEqual(spread(windows, 4).ravel().tolist(), [0, 2, 5, 7])
+    for limit in (0, 10, 99):
+      self.assertIs(spread(windows, limit), windows)
+
   def test_refuses(self):
     small = compressed.compress(self.model, self.folder / "small")
     for args, message in (
@@ -130,6 +152,8 @@ class StudyTest(absltest.TestCase):
         ((f"--output_dir={self.folder}/x", "--model_path=/nowhere"), "/nowhere"),
         ((f"--output_dir={self.folder}/x", "--world=level=x",
           f"--lambada={self.lambada}"), "either a world or texts"),
+        ((f"--output_dir={self.folder}/x", "--groups=published",
+          "--groups=unheard of"), "--groups=unheard of: expected some of"),
         ((f"--output_dir={self.folder}/x", "--data=/nothing.txt"),
          "can't be read")):
       ran = self.study(*args)
