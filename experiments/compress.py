@@ -53,6 +53,10 @@ _SCOPE = flags.DEFINE_enum_class(
 _SCALE = flags.DEFINE_enum_class(
     "row_scale", _DEFAULTS.row_scale, RowScale,
     "What the weights of one output channel are divided by.")
+_FINER = flags.DEFINE_float(
+    "finer_below", _DEFAULTS.finer_below,
+    "Matrices of a kind that holds less than this share of its block's weights, "
+    "such as keys and values, have codes of one bit more; 0: none.")
 _FIT = flags.DEFINE_enum_class(
     "fit", _DEFAULTS.fit, Fit, "How centroids are found: the optimum, or as "
     "published.")
@@ -98,7 +102,7 @@ def _config() -> CompressionConfig:
   return CompressionConfig(
       num_centroids=_CENTROIDS.value, percentile=_PERCENTILE.value,
       largest_per_tensor=_LARGEST.value, codebook_scope=_SCOPE.value,
-      row_scale=_SCALE.value, fit=_FIT.value,
+      row_scale=_SCALE.value, finer_below=_FINER.value, fit=_FIT.value,
       rules=Rules(
           protected_blocks=_blocks(_BLOCKS.value),
           compress=tuple(_COMPRESS.value), keep=tuple(_KEEP.value),

@@ -5,7 +5,8 @@
 3. improve it by RL on start states that it has never seen
 4. for comparison, spend the time that RL took on more supervised learning
 5. evaluate all of them on held-out episodes, and the last one blindfolded too
-6. run one step of RL under each schedule, and draw where its time goes
+6. compress the policy without data, and evaluate what comes of it
+7. run one step of RL under each schedule, and draw where its time goes
 
 The policy sees a room from above and is told where to go; it answers with the
 whole plan, which the world executes. Every key of `QuickstartConfig` is a flag,
@@ -29,6 +30,7 @@ from ml_collections import config_flags
 
 from experiments import (
     common,
+    quickstart_compression,
     quickstart_report,
     quickstart_schedules,
     schedule_report,
@@ -207,18 +209,22 @@ def main():
         trainer.task.held_out(blind=True), progress=common.progress("blind"))
     shuffled = trainer.evaluate(OtherWords(trainer.task.eval_rows))
 
-  with phases("schedules", "6  one step of RL under each schedule, in turn"):
+  (_, before), (_, after) = trainer.evaluations[0], trainer.evaluations[-1]
+  with phases("compression", "6  compressing the policy without data"):
+    compression = quickstart_compression.compress(
+        output / "policy", output / "compressed_policy", trainer, after)
+
+  with phases("schedules", "7  one step of RL under each schedule, in turn"):
     schedules, timelines = quickstart_schedules.compare(
         _with_policy(rl, output / "policy"))
     schedule_report.write(output / "timeline", timelines,
                           quickstart_schedules.title(schedules))
 
-  (_, before), (_, after) = trainer.evaluations[0], trainer.evaluations[-1]
   summary = summarize(
       config, warm_summary, rl_summary, more_summary, phases.seconds,
       {"before": before, "after": after, "blind": blind,
        "other_words": shuffled})
-  summary["schedules"] = schedules
+  summary["schedules"], summary["compression"] = schedules, compression
   quickstart_report.plot_learning(
       output / "learning_curve.png", rl_summary, more_summary, summary)
   quickstart_report.draw_episodes(

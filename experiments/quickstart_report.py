@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from experiments import quickstart_schedules
+from experiments import quickstart_compression, quickstart_schedules
 from rollplex_jax.config import EnvironmentConfig
 from rollplex_jax.data.babyai import MiniGridEnvironment
 from rollplex_jax.data.environments import Episode, play
@@ -163,6 +163,8 @@ RL: {gain:+.0f} points in {rl:.0f} s, {summary['tokens_per_second']:,.0f} tokens
 compiling {summary['compilations']} programs took {summary['compile_seconds']:.0f} s of it.
 {quickstart_schedules.describe(summary['schedules'])}
 
+{quickstart_compression.describe(summary['compression'], summary['success_after'])}
+
 Time: {seconds}; {summary['wall_seconds']:.0f} s in all.
 
 In {output}:
@@ -170,6 +172,7 @@ In {output}:
   timeline.png  timeline.json           see where the time of a step goes
   metrics.jsonl  samples.jsonl  tensorboard/  summary.json
   policy/                               a checkpoint that transformers loads
+  compressed_policy/                    the same in fewer bytes
 Next:
   tensorboard --logdir {output}
   python -m experiments.quickstart --config.environment.level=BabyAI-GoToLocalS6N3-v0 \\

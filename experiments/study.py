@@ -26,7 +26,13 @@ from legolm_jax import accounting, baselines, benchmarks, folders
 from legolm_jax import rules as rules_lib
 from legolm_jax.baselines import Reconstruction
 from legolm_jax.codebook import Fit
-from legolm_jax.compress import CompressionConfig, Compressor, RowScale, Scope
+from legolm_jax.compress import (
+    PUBLISHED,
+    CompressionConfig,
+    Compressor,
+    RowScale,
+    Scope,
+)
 from legolm_jax.errors import InputError as LegoInputError
 from legolm_jax.rules import Rules
 from legolm_jax.safetensors_files import CheckpointFolder
@@ -69,9 +75,6 @@ _DTYPE = flags.DEFINE_enum(
 _BATCH = flags.DEFINE_integer("batch_size", 4, "Windows at a time.",
                               lower_bound=1)
 
-PUBLISHED = dict(row_scale=RowScale.NONE, fit=Fit.LLOYD_MAX,
-                 largest_per_tensor=0)
-
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -95,10 +98,9 @@ class Entry:
 def grid(centroids: list[int], vector_centroids: list[int]
          ) -> Iterator[Entry]:
   """The points, those that claims need among them."""
-  def lego(group, k, p, rules=None, **kwargs):
-    config = CompressionConfig(
-        num_centroids=k, percentile=p, rules=rules or Rules(),
-        **{**PUBLISHED, **kwargs})
+  def lego(group, k, p, base=PUBLISHED, **kwargs):
+    config = dataclasses.replace(
+        base, num_centroids=k, percentile=p, **kwargs)
     return Entry(group, 1, k, p, lambda folder: baselines.legolm(
         folder, config, f"{group} K={k} p={p:g}"))
 
@@ -107,11 +109,13 @@ def grid(centroids: list[int], vector_centroids: list[int]
     yield lego("published", k, 99.0)
   for p in (80.0, 90.0, 99.9):
     yield lego("published", 128, p)
-  for k in centroids:
-    yield lego("row scale", k, 99.0, row_scale=RowScale.RMS, fit=Fit.EXACT,
-               largest_per_tensor=8)
+  # What the default recipe adds, one thing after another.
   yield lego("exact fit", 128, 99.0, fit=Fit.EXACT)
-  yield lego("nothing protected", 128, 99.0, Rules(protected_blocks=()))
+  yield lego("row scale", 128, 99.0, fit=Fit.EXACT, row_scale=RowScale.RMS)
+  recipe = CompressionConfig()
+  for k in centroids:
+    yield lego("recipe", k, recipe.percentile, recipe)
+  yield lego("nothing protected", 128, 99.0, rules=Rules(protected_blocks=()))
   yield lego("scope layer", 128, 99.0, codebook_scope=Scope.LAYER)
   yield lego("scope tensor", 128, 99.0, codebook_scope=Scope.TENSOR)
   for k in centroids:
@@ -177,8 +181,8 @@ class Study:
   def share_beyond(self, num_centroids: int) -> float:
     """The share of weights beyond the outermost of the K - 1 thresholds between
     the centroids of a full replacement."""
-    compressor = Compressor(self.folder, CompressionConfig(
-        num_centroids=num_centroids, percentile=100.0, **PUBLISHED))
+    compressor = Compressor(self.folder, dataclasses.replace(
+        PUBLISHED, num_centroids=num_centroids, percentile=100.0))
     centroids = compressor.fit()["global"].centroids
     low, high = centroids[:2].mean(), centroids[-2:].mean()
     beyond = total = 0
@@ -240,7 +244,7 @@ def main() -> dict[str, Any]:
       continue
     rows.append(row | study.measure(
         made, ask=entry.num_centroids == 64
-        and entry.group in ("published", "row scale")))
+        and entry.group in ("published", "recipe")))
   shares = {k: study.share_beyond(k) for k in (64, 128)}
   data = _DATA.value or ", ".join(texts.LIBRARY_MODULES)
   if _WORLD.value:

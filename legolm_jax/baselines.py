@@ -18,9 +18,9 @@ from legolm_jax import rules as rules_lib
 from legolm_jax.array import Storage
 from legolm_jax.codebook import Fit
 from legolm_jax.compress import (
+    PUBLISHED,
     CompressionConfig,
     Compressor,
-    RowScale,
     Scope,
     parallel,
 )
@@ -91,9 +91,9 @@ def full_replacement(folder: CheckpointFolder, num_centroids: int, *,
                      rules: Rules = Rules(protected_blocks=()),  # noqa: B008
                      fit: Fit = Fit.EXACT) -> Reconstruction:
   """Every weight by one global codebook, no outliers: what fails."""
-  config = CompressionConfig(
-      num_centroids=num_centroids, percentile=100, largest_per_tensor=0,
-      row_scale=RowScale.NONE, fit=fit, rules=rules)
+  config = dataclasses.replace(
+      PUBLISHED, num_centroids=num_centroids, percentile=100, fit=fit,
+      rules=rules)
   return legolm(folder, config, f"full replacement K={num_centroids}")
 
 
@@ -101,10 +101,9 @@ def kmeans_per_layer(folder: CheckpointFolder, num_centroids: int,
                      percentile: float | None, *,
                      rules: Rules = Rules()) -> Reconstruction:  # noqa: B008
   """A codebook per layer, with selection by percentile or without (None)."""
-  config = CompressionConfig(
-      num_centroids=num_centroids, percentile=percentile or 100,
-      largest_per_tensor=0, codebook_scope=Scope.LAYER,
-      row_scale=RowScale.NONE, rules=rules)
+  config = dataclasses.replace(
+      PUBLISHED, num_centroids=num_centroids, percentile=percentile or 100,
+      codebook_scope=Scope.LAYER, fit=Fit.EXACT, rules=rules)
   selection = f"p={percentile:g}" if percentile else "all"
   return legolm(
       folder, config, f"k-means per layer K={num_centroids} {selection}")

@@ -19,6 +19,7 @@ import concurrent.futures
 import dataclasses
 import enum
 import os
+import re
 from typing import Any, TypeVar
 
 import ml_dtypes
@@ -70,15 +71,20 @@ class CompressionConfig:
     largest_per_tensor: so many of each matrix are outliers in any case.
     codebook_scope: see `Scope`.
     row_scale: see `RowScale`.
+    finer_below: matrices of a kind that holds less than this share of a block's
+      weights have codes of one bit more (up to 8) and a codebook of their own:
+      what they add in error is not as small as they are. Keys and values of
+      grouped-query attention are such. 0 for none, as published.
     fit: see `codebook.Fit`.
     rules: which tensors.
   """
 
   num_centroids: int = 128
-  percentile: float = 99.0
+  percentile: float = 99.2
   largest_per_tensor: int = 8
   codebook_scope: Scope = Scope.GLOBAL
   row_scale: RowScale = RowScale.RMS
+  finer_below: float = 1 / 32
   fit: Fit = Fit.EXACT
   rules: rules.Rules = dataclasses.field(default_factory=rules.Rules)
 
@@ -92,6 +98,9 @@ class CompressionConfig:
     if self.largest_per_tensor < 0:
       raise InputError("largest_per_tensor: expected 0 or more, found "
                        f"{self.largest_per_tensor}")
+    if not 0 <= self.finer_below <= 1:
+      raise InputError("finer_below: expected 0 to 1, found "
+                       f"{self.finer_below}")
 
   def to_json(self) -> dict[str, Any]:
     """Names and plain values, enums by their values."""
@@ -99,6 +108,12 @@ class CompressionConfig:
     found |= found.pop("rules")
     return {k: v.value if isinstance(v, enum.Enum) else v
             for k, v in found.items()}
+
+
+# The published method: one codebook for plain weights, found by Lloyd-Max.
+PUBLISHED = CompressionConfig(
+    percentile=99.0, largest_per_tensor=0, row_scale=RowScale.NONE,
+    finer_below=0.0, fit=Fit.LLOYD_MAX)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +130,17 @@ class _Scope:
   """The weights of a scope, and those of them that centroids may stand for."""
 
   name: str
+  num_codes: int
   all: Distribution
   coded: Distribution
 
   @classmethod
-  def of(cls, name: str, counts: dict[histogram.Bins, np.ndarray]) -> _Scope:
+  def of(cls, name: str, num_codes: int,
+         counts: dict[histogram.Bins, np.ndarray]) -> _Scope:
     parts = [(Distribution.of(bins, n),
               Distribution.of(bins, np.where(bins.always_outliers(), 0, n)))
              for bins, n in counts.items()]
-    return cls(name, *map(Distribution.merged, zip(*parts)))
+    return cls(name, num_codes, *map(Distribution.merged, zip(*parts)))
 
 
 class Compressor:
@@ -154,6 +171,8 @@ class Compressor:
     self.threads = threads or min(
         len(os.sched_getaffinity(0)), _MAX_THREADS)
     self.decisions = rules.decide(folder, config.rules)
+    self._finer = (_small_kinds(self.compressed, config.finer_below)
+                   if 2 * config.num_centroids <= MAX_CODES else set())
     self.codebooks: dict[str, Codebook] = {}
     self._counted: dict[str, _Counted] = {}
 
@@ -163,15 +182,19 @@ class Compressor:
 
   def scope_of(self, decision: rules.Decision) -> str:
     """The name of the scope whose codebook a tensor uses."""
-    scope = self.config.codebook_scope
+    scope, name = self.config.codebook_scope, "global"
     if scope is Scope.TENSOR:
-      return decision.name
-    if scope is Scope.LAYER and decision.block:
-      return "{}.{}".format(*decision.block)
-    return "global"
+      name = decision.name
+    elif scope is Scope.LAYER and decision.block:
+      name = "{}.{}".format(*decision.block)
+    return f"{name}.finer" if decision.name in self._finer else name
 
   def matrix(self, decision: rules.Decision) -> Matrix:
     return Matrix(self.folder.read(decision.name), decision.storage)
+
+  def num_codes_of(self, decision: rules.Decision) -> int:
+    """K of the codebook that a tensor uses."""
+    return self.config.num_centroids * (1 + (decision.name in self._finer))
 
   @property
   def has_scale(self) -> bool:
@@ -216,7 +239,8 @@ class Compressor:
       self._counted[decision.name] = dataclasses.replace(found, counts=None)
       waiting[scope] -= 1
       if not waiting[scope]:  # Counts are up to 8 MB, what they hold is less.
-        scopes.append(_Scope.of(scope, counts.pop(scope)))
+        scopes.append(_Scope.of(
+            scope, self.num_codes_of(decision), counts.pop(scope)))
     for codebook in parallel(self._fit, scopes, self.threads):
       self.codebooks[codebook.name] = codebook
     return self.codebooks
@@ -272,11 +296,26 @@ class Compressor:
         or scope.coded.total < scope.all.total)
     try:
       centroids = scope.coded.within(threshold).fit(
-          self.config.num_centroids - has_escape, self.config.fit)
+          scope.num_codes - has_escape, self.config.fit)
     except InputError as e:
       raise InputError(f"codebook of {scope.name}: {e}") from e
     return Codebook(name=scope.name, centroids=centroids, threshold=threshold,
                     has_escape=has_escape)
+
+
+def _small_kinds(decisions: Iterable[rules.Decision], share: float) -> set[str]:
+  """Names of matrices of kinds that hold less than a share of their block.
+
+  All experts of a layer are of one kind: names that differ in numbers.
+  """
+  kind = lambda d: (d.block, re.sub(r"\d+", "*", d.name))
+  of_kind, of_block = collections.Counter(), collections.Counter()
+  decisions = [d for d in decisions if d.block]
+  for d in decisions:
+    of_kind[kind(d)] += d.info.size
+    of_block[d.block] += d.info.size
+  return {d.name for d in decisions
+          if of_kind[kind(d)] < share * of_block[d.block]}
 
 
 def rms_scale(x: np.ndarray) -> np.ndarray:

@@ -320,11 +320,16 @@ class Trainer:
     hf.save_checkpoint(path, self.model_config, self.params,
                        assets_from=self.config.policy.path)
 
-  def evaluate(self, rows: Sequence, **kwargs) -> Evaluation:
-    """Greedy completions of held-out rows, scored by the first process."""
+  def evaluate(self, rows: Sequence, *, params: Params | None = None,
+               **kwargs) -> Evaluation:
+    """Greedy completions of held-out rows, scored by the first process.
+
+    `params` are in place of the policy's.
+    """
     score = lambda *args: processes.from_first(lambda: self.task.score(*args))
+    params = self.params if params is None else params
     return evaluate(
-        self.params, self.model_config, self.processor, rows, score,
+        params, self.model_config, self.processor, rows, score,
         dataclasses.replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0),
         batch_size=self.config.eval_batch_size, **kwargs)
 

@@ -11,7 +11,7 @@ from PIL import Image
 from experiments import quickstart
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
-from rollplex_jax.models import hf
+from rollplex_jax.models import hf, tensor_files
 from tests.helpers import devices
 
 _RATES = ("success_before", "success_after", "success_blind",
@@ -23,7 +23,7 @@ _SETTINGS = {
     "environment.max_actions": 3,
     "environment.eval_episodes": _EPISODES,
     "shape.hidden_size": 64,
-    "shape.num_layers": 1,
+    "shape.num_layers": 3,
     "shape.vision_hidden_size": 32,
     "shape.vision_layers": 1,
     "shape.patch_size": 4,
@@ -79,7 +79,7 @@ class QuickstartTest(absltest.TestCase):
     phases = written["phase_seconds"]
     self.assertLessEqual(
         {"build", "warm_start", "rl", "supervised_only", "evaluation",
-         "schedules"},
+         "compression", "schedules"},
         set(phases))
     self.assertLessEqual({"gen", "reward", "step"}, set(phases["rl_parts"]))
     parts = sum(s for s in phases.values() if not isinstance(s, dict))
@@ -88,6 +88,7 @@ class QuickstartTest(absltest.TestCase):
     self.assertGreaterEqual(
         written["supervised_only_seconds"], written["rl_seconds"])
     self.check_schedules(written["schedules"])
+    self.check_compression(written["compression"])
     self.check_files()
 
     with self.assertRaisesRegex(InputError, "holds a run already"):
@@ -126,6 +127,17 @@ class QuickstartTest(absltest.TestCase):
          for lane in ("rollout", "reference", "training", "host")})
     self.assertEqual(
         {e["pid"] for e in trace["traceEvents"] if e["ph"] == "C"}, {1, 2, 3})
+
+  def check_compression(self, found):
+    """Of one block of three; what was written is what was played."""
+    self.assertBetween(found["success"], *found["interval"])
+    self.assertBetween(found["same_plans"], 0, 1)
+    self.assertBetween(found["compressed_share"], 0.01, 1 / 3)
+    self.assertBetween(found["bits_per_compressed_weight"], 6, 8)
+    self.assertGreater(found["true_ratio"], 1)
+    folder = str(self.folder / "compressed_policy")
+    self.assertTrue(tensor_files.is_compressed(folder))
+    self.assertTrue(Processor.from_checkpoint(folder))
 
   def check_files(self):
     lines = [json.loads(line) for line in

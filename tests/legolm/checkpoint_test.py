@@ -187,6 +187,64 @@ class RoundTripTest(CheckpointTestCase):
         np.asarray(array).ravel()[largest], tensors[quiet].ravel()[largest])
 
 
+class FinerTest(CheckpointTestCase):
+  """Small kinds of matrices get a bit more."""
+
+  KEYS = "self_attn.k_proj"
+
+  @parameterized.parameters(*Scope)
+  def test_small_kinds(self, scope):
+    tensors = checkpoints.decoder()
+    error = {}
+    for share in (0.0, 0.1):
+      out, result = self.compress(
+          tensors, f"out{share}", finer_below=share, codebook_scope=scope)
+      opened = checkpoint.Checkpoint(out)
+      size = accounting.codebook_bytes(sum(
+          c["num_codes"] - c["has_escape"]
+          for c in opened.report["codebooks"].values()))
+      for entry in result["tensors"]:
+        if entry["decision"] != "compressed":
+          continue
+        array, is_small = opened.read(entry["name"]), self.KEYS in entry["name"]
+        codes = 32 if share and is_small else 16
+        self.assertEqual(array.num_codes, codes, entry["name"])
+        size += accounting.matrix_bytes(
+            array.layout, codes, entry["num_outliers"], 2, True)
+        if is_small:
+          source = tensors[entry["name"]].astype(np.float32)
+          error.setdefault(share, 0.0)
+          error[share] += np.square(
+              np.asarray(array.dequantize(np.float32)) - source).sum()
+      weights = sum(np.prod(e["shape"]) for e in result["tensors"]
+                    if e["decision"] == "compressed")
+      self.assertAlmostEqual(
+          result["bits_per_compressed_weight"], 8 * size / weights)
+    self.assertLess(error[0.1], 0.4 * error[0.0])
+
+  def test_which(self):
+    def finer(tensors, **kwargs):
+      folder = CheckpointFolder(checkpoints.write(
+          tempfile.mkdtemp(dir=self.root) + "/model", tensors))
+      compressor = Compressor(folder, CompressionConfig(**kwargs))
+      k = compressor.config.num_centroids
+      return {d.name for d in compressor.compressed
+              if compressor.num_codes_of(d) > k}
+
+    wide = checkpoints.decoder(width=128, inner=1024)
+    self.assertEqual(finer(wide), {
+        f"model.layers.{i}.self_attn.k_proj.weight" for i in (1, 2)})
+    self.assertEmpty(finer(wide, finer_below=0.0))
+    self.assertEmpty(finer(wide, num_centroids=129))
+    # A layer's experts are one kind, however small each of them is.
+    experts = {
+        name: w for name, w in wide.items() if ".mlp." not in name} | {
+            f"model.layers.{i}.mlp.experts.{e}.up_proj.weight":
+            checkpoints.weights((32, 128), seed=e)
+            for i in range(4) for e in range(64)}
+    self.assertEqual(finer(experts), finer(wide))
+
+
 class SizeTest(CheckpointTestCase):
 
   @parameterized.product(
@@ -360,7 +418,8 @@ class BadInputTest(CheckpointTestCase):
       (dict(percentile=0.0), "percentile.*found 0"),
       (dict(percentile=100.5), "percentile.*100.5"),
       (dict(percentile=float("nan")), "percentile.*nan"),
-      (dict(largest_per_tensor=-1), "largest_per_tensor.*-1"))
+      (dict(largest_per_tensor=-1), "largest_per_tensor.*-1"),
+      (dict(finer_below=1.5), "finer_below: expected 0 to 1, found 1.5"))
   def test_settings(self, kwargs, message):
     with self.assertRaisesRegex(InputError, message):
       CompressionConfig(**kwargs)
