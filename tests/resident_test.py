@@ -10,6 +10,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 import numpy as np
+import pytest
 
 from rollplex_jax import resident
 from rollplex_jax.config import Algorithm, PolicyConfig
@@ -63,14 +64,22 @@ class ResidentTest(parameterized.TestCase):
       dict(schedule=ScheduleConfig(share_prefix=False), micro_batch_size=2),
       dict(mini_batch_size=2, micro_batch_size=8),
       dict(mesh=MeshConfig(data=4, training_tp=1, rollout_tp=2),
-           schedule=ScheduleConfig(**_WINDOW), dtype="bfloat16"),
+           schedule=ScheduleConfig(**_WINDOW), dtype="bfloat16"))
+  def test_every_phase_holds_what_the_plan_has(self, **kwargs):
+    self.check_phases(**kwargs)
+
+  @parameterized.parameters(
       dict(mesh=MeshConfig(data=4, training_tp=1, rollout_tp=2,
                            storage="finer"),
            schedule=ScheduleConfig(**_WINDOW)),
       dict(mesh=MeshConfig(fsdp=4, training_tp=2, rollout_tp=2)),
       dict(mesh=MeshConfig(data=2, fsdp=2, training_tp=2, rollout_tp=1),
            schedule=ScheduleConfig(**_WINDOW), num_iterations=2))
-  def test_every_phase_holds_what_the_plan_has(self, **kwargs):
+  @pytest.mark.slow
+  def test_every_phase_on_other_meshes(self, **kwargs):
+    self.check_phases(**kwargs)
+
+  def check_phases(self, **kwargs):
     trainer, _ = self.run_steps(self.config(**kwargs))
     self.assertEmpty(trainer._residency.ledger.violations)
     self.assertGreater(len(trainer._residency.ledger.found), 3)

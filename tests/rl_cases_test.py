@@ -200,7 +200,7 @@ class RLCasesTest(parameterized.TestCase):
     first, second = self.score_rows([write(1), write(4)])
     np.testing.assert_array_equal(first, second)
 
-  @parameterized.product(freeze=(True, False), share=(True, False))
+  @parameterized.parameters((True, False), (False, True))
   def test_case_4_pictures_stay_with_their_rows(self, freeze, share):
     # Rows of one picture, of three and of a video in micro-batches. See also
     # executor_test.py.

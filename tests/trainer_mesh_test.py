@@ -43,18 +43,12 @@ class TrainerMeshTest(parameterized.TestCase):
   def run_steps(self, config, steps):
     return tiny_task.run_steps(config, steps, tiny_task.VowelTask(count=8))
 
-  def test_same_steps(self):
-    """Two steps of two updates each."""
-    self.check(_FINER, _WINDOW)
-
   @parameterized.parameters(
-      (_COARSER, dict(**_WINDOW)), (_COARSER, dict()),
+      (_FINER, dict(**_WINDOW)), (_COARSER, dict(**_WINDOW)), (_COARSER, dict()),
       (_EQUAL, dict(name="rollplex")))
   @pytest.mark.slow
-  def test_same_steps_on_other_meshes(self, mesh, schedule):
-    self.check(mesh, schedule)
-
-  def check(self, mesh, schedule):
+  def test_same_steps(self, mesh, schedule):
+    """Two steps of two updates each."""
     several = dict(num_iterations=2, schedule=ScheduleConfig(**schedule))
     one, expected = self.run_steps(self.config(**several), 2)
     trainer, got = self.run_steps(self.config(**several, mesh=mesh), 2)
