@@ -108,7 +108,7 @@ def grid(centroids: list[int], vector_centroids: list[int]
   for k in centroids:
     yield lego("published", k, 99.0)
   for p in (80.0, 90.0, 99.9):
-    yield lego("published", 128, p)
+    yield lego("other percentiles", 128, p)
   # What the default recipe adds, one thing after another.
   yield lego("exact fit", 128, 99.0, fit=Fit.EXACT)
   yield lego("row scale", 128, 99.0, fit=Fit.EXACT, row_scale=RowScale.RMS)
@@ -130,7 +130,7 @@ def grid(centroids: list[int], vector_centroids: list[int]
     for k in sorted({*vector_centroids, 128}):
       yield Entry("vector blocks", dim, k, 99.0,
                   lambda folder, dim=dim, k=k: baselines.vector_blocks(
-                      folder, dim, k))
+                      folder, dim, k, threads=common.cores()))
   for per_row in (False, True):
     yield Entry(f"8-bit per {'row' if per_row else 'tensor'}", 1, None, None,
                 lambda folder, r=per_row: baselines.int8(folder, per_row=r))

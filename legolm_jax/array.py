@@ -130,6 +130,46 @@ class LegoArray:
     return values.reshape(layout.out, layout.inputs).astype(
         dtype or self.dtype)
 
+  def take_rows(self, index: jax.Array, dtype=None) -> jax.Array:
+    """`dequantize(dtype)[index]`, of which only the rows' bands are decoded.
+
+    Args:
+      index: int [...], rows of an OUT_IN matrix, each below their number.
+      dtype: as of `dequantize`.
+
+    Returns:
+      [..., in].
+    """
+    layout, flat = self.layout, index.reshape(-1)
+    # A row is decoded with its band: at some number of them all are.
+    if (self.storage is Storage.IN_OUT
+        or flat.size * packing.BAND >= layout.out):
+      return self.dequantize(dtype)[index]
+    section, row = jnp.divmod(flat, layout.section_out)
+    band, row = jnp.divmod(row, packing.BAND)
+    inside = band[:, None] * packing.BAND + jnp.arange(packing.BAND)
+    is_there = (inside < layout.section_out).reshape(-1)
+    rows = jnp.where(is_there, (
+        section[:, None] * layout.section_out + inside).reshape(-1), 0)
+    # What is beyond a section's end gets code 0, which is no escape.
+    blank = lambda a: jnp.where(is_there[:, None], a, a.dtype.type(0))
+    outliers = offsets = None
+    if self.outliers is not None:
+      shards, _, longest = self.outliers.shape
+      outliers = jnp.asarray(self.outliers).swapaxes(0, 1).reshape(
+          1, -1, shards * longest)
+      shard = section // (layout.out // layout.section_out // shards)
+      offsets = jnp.asarray(self.offsets)[
+          section * layout.bands_per_section + band]
+      offsets += (shard * longest).astype(offsets.dtype)[:, None]
+    bands = self.replace(
+        planes=tuple(blank(jnp.asarray(p)[rows]) for p in self.planes),
+        scale=None if self.scale is None else jnp.asarray(self.scale)[rows],
+        outliers=outliers, offsets=offsets, section_out=packing.BAND)
+    found = bands.dequantize(dtype).reshape(
+        flat.size, packing.BAND, layout.inputs)
+    return found[jnp.arange(flat.size), row].reshape(*index.shape, -1)
+
   def partition_specs(self, spec: PartitionSpec) -> LegoArray:
     """The leaves' specs where a dense matrix has `spec`."""
     first, second = (*spec, None, None)[:2]

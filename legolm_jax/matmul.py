@@ -14,7 +14,9 @@ def dense(w: jax.Array | LegoArray, dtype=None) -> jax.Array:
 
 def take_rows(table: jax.Array | LegoArray, index: jax.Array) -> jax.Array:
   """Rows of a table [n, d], of its dtype: [..., d] for an index [...]."""
-  return dense(table)[index]
+  if isinstance(table, LegoArray):
+    return table.take_rows(index)
+  return table[index]
 
 
 def matmul(x: jax.Array, w: jax.Array | LegoArray, dtype=None) -> jax.Array:

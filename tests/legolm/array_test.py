@@ -119,6 +119,45 @@ class EncodeTest(parameterized.TestCase):
       encoding.decode(array.replace(planes=tuple(planes)))
 
 
+class RowsTest(parameterized.TestCase):
+
+  @parameterized.product(
+      # 8 sections, sections that fill no band, an odd one, one band.
+      shape=((512, 200), (320, 1120), (301, 130), (20, 64)),
+      kind=((8, 90.0), (200, 100.0)), storage=tuple(Storage))
+  def test_rows_of_a_table(self, shape, kind, storage):
+    num_codes, percentile = kind
+    *_, array = make(shape, storage=storage, scaled=True, num_codes=num_codes,
+                     percentile=percentile)
+    dense = encoding.decode(array)
+    rng = np.random.default_rng(0)
+    last = len(dense) - 1
+    for index in (np.array([[0, last], [last, 1]]), np.array([last]),
+                  rng.integers(0, last, 5), np.arange(last + 1)):
+      found = jax.jit(lambda i: array.take_rows(i))(index)
+      np.testing.assert_array_equal(np.asarray(found), dense[index])
+    found = array.take_rows(jnp.array([last]), np.float32)
+    np.testing.assert_array_equal(
+        found, np.asarray(array.dequantize(np.float32))[[last]])
+
+  @parameterized.parameters((("x", None),), ((None, "x"),))
+  def test_rows_of_a_table_on_devices(self, spec):
+    *_, array = make((512, 512), scaled=True)
+    mesh = Mesh(mesh_utils.create_device_mesh((4,), jax.devices()[:4]), ("x",))
+    placed = sharding.device_put(array, mesh, PartitionSpec(*spec))
+    index = np.array([3, 511, 130, 256, 3])
+    found = jax.jit(lambda a, i: a.take_rows(i))(placed, index)
+    np.testing.assert_array_equal(
+        np.asarray(found), encoding.decode(array)[index])
+
+  def test_only_bands_are_decoded(self):
+    *_, array = make((2048, 64), scaled=True)
+    lowered = jax.jit(lambda i: array.take_rows(i)).lower(jnp.arange(2))
+    self.assertNotIn("2048x64", lowered.as_text())
+    lowered = jax.jit(lambda i: array.take_rows(i)).lower(jnp.arange(64))
+    self.assertIn("2048x64", lowered.as_text())
+
+
 class ShardTest(parameterized.TestCase):
 
   @parameterized.product(
