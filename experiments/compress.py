@@ -60,6 +60,9 @@ _FINER = flags.DEFINE_float(
 _FIT = flags.DEFINE_enum_class(
     "fit", _DEFAULTS.fit, Fit, "How centroids are found: the optimum, or as "
     "published.")
+_EMBEDDING = flags.DEFINE_bool(
+    "compress_embedding", _DEFAULTS.rules.embedding,
+    "Compress the table of tokens too, and a head that is tied to it.")
 _COMPRESS = flags.DEFINE_multi_string(
     "compress_tensors", [], "Regular expression searched in names; matrices that "
     "fit are compressed although they are embeddings, say.")
@@ -105,6 +108,7 @@ def _config() -> CompressionConfig:
       row_scale=_SCALE.value, finer_below=_FINER.value, fit=_FIT.value,
       rules=Rules(
           protected_blocks=_blocks(_BLOCKS.value),
+          embedding=_EMBEDDING.value,
           compress=tuple(_COMPRESS.value), keep=tuple(_KEEP.value),
           in_out=tuple(_IN_OUT.value)))
 

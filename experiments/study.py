@@ -115,6 +115,10 @@ def grid(centroids: list[int], vector_centroids: list[int]
   recipe = CompressionConfig()
   for k in centroids:
     yield lego("recipe", k, recipe.percentile, recipe)
+  # Bits that the embedding does not need are worth more in the blocks.
+  for k in (128, 256):
+    yield lego("recipe with embedding", k, recipe.percentile, recipe,
+               rules=Rules(embedding=True))
   yield lego("nothing protected", 128, 99.0, rules=Rules(protected_blocks=()))
   yield lego("scope layer", 128, 99.0, codebook_scope=Scope.LAYER)
   yield lego("scope tensor", 128, 99.0, codebook_scope=Scope.TENSOR)

@@ -69,9 +69,11 @@ class Rules:
     compress: compressed even if the rules would keep it (not if protected).
     keep: kept in any case.
     in_out: stored as [in, out].
+    embedding: compress the table of tokens too, and a head that is tied to it.
   """
 
   protected_blocks: tuple[int, ...] = (0, -1)
+  embedding: bool = False
   compress: tuple[str, ...] = ()
   keep: tuple[str, ...] = ()
   in_out: tuple[str, ...] = ()
@@ -102,6 +104,9 @@ def decide(folder: CheckpointFolder, rules: Rules) -> list[Decision]:
   for pattern in (*rules.compress, *rules.keep, *rules.in_out):
     if not any(re.search(pattern, name) for name in folder.tensors):
       raise InputError(f"{folder.path}: no tensor's name fits {pattern!r}")
+  if rules.embedding and not any(map(_is_table, folder.tensors)):
+    raise InputError(f"{folder.path}: no tensor's name is that of an embedding; "
+                     "name it by a pattern of what to compress")
   for pattern in rules.compress:
     found = [t for n, t in folder.tensors.items() if re.search(pattern, n)]
     if all(map(_unfit, found)):
@@ -132,6 +137,8 @@ def _decide(info: TensorInfo, block, is_protected: bool, rules: Rules
     return False, f"protected block {block[0]}.{block[1]}"
   if asked:
     return True, f"compress pattern {asked!r}"
+  if rules.embedding and _is_table(name):
+    return True, "embedding"
   if _EMBEDDING.search(name):
     return False, "embedding or head"
   if _VISION.search(name):
@@ -143,6 +150,10 @@ def _decide(info: TensorInfo, block, is_protected: bool, rules: Rules
   if min(info.shape) < _MIN_SIDE:
     return False, f"a side below {_MIN_SIDE}"
   return True, "matrix of a block"
+
+
+def _is_table(name: str) -> bool:
+  return bool(_TABLE.search(name) and not _VISION.search(name))
 
 
 def _unfit(info: TensorInfo) -> str | None:

@@ -64,6 +64,13 @@ class RulesTest(parameterized.TestCase):
     down = found["model.layers.1.mlp.down_proj.weight"]
     self.assertIs(down.storage, Storage.IN_OUT)
 
+  def test_embedding(self):
+    found = self.decide(checkpoints.decoder(), embedding=True)
+    table = found["model.embed_tokens.weight"]
+    self.assertEqual((table.compress, table.reason), (True, "embedding"))
+    self.assertFalse(found["lm_head.weight"].compress)
+    self.assertTrue(found["model.layers.1.mlp.up_proj.weight"].compress)
+
   @parameterized.parameters("", "transformer.")
   def test_gpt2(self, prefix):
     found = self.decide(checkpoints.gpt2(prefix), {"model_type": "gpt2"})
@@ -127,6 +134,20 @@ class TieTest(parameterized.TestCase):
     self.assertFalse(found["lm_head.weight"].compress)
     self.assertEqual(
         found["lm_head.weight"].tied_to, "model.embed_tokens.weight")
+
+  def test_embedding_is_both_sides(self):
+    tensors = checkpoints.decoder()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    found = self.decide(tensors, True, embedding=True)
+    self.assertTrue(found["model.embed_tokens.weight"].compress)
+    self.assertEqual(
+        found["lm_head.weight"].tied_to, "model.embed_tokens.weight")
+
+  def test_no_embedding(self):
+    tensors = checkpoints.decoder(tied=True)
+    tensors["model.words.weight"] = tensors.pop("model.embed_tokens.weight")
+    with self.assertRaisesRegex(InputError, "no tensor's name is that of an emb"):
+      self.decide(tensors, True, embedding=True)
 
   def test_kept_on_both_sides(self):
     tensors = checkpoints.decoder()
