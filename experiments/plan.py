@@ -65,6 +65,10 @@ _VIDEO = flags.DEFINE_string(
     "columns; empty for none. By default frames of 480 tokens (40x48 for the "
     "published models), 16 pairs or what the prefix has room for.")
 _REFERENCE = flags.DEFINE_bool("reference", True, "Score a reference model.")
+_REFERENCE_BITS = flags.DEFINE_float(
+    "reference_bits", 0.0, "Bits of a weight of a compressed reference's blocks, "
+    "as compress prints them; 0 for a plain one.", lower_bound=0.0,
+    upper_bound=16.0)
 _FRACTION = flags.DEFINE_float(
     "memory_fraction", 0.9, "Share of a device's memory that may be used.",
     lower_bound=0.0, upper_bound=1.0)
@@ -148,7 +152,8 @@ def _case() -> Case:
           video=video),
       micro_batch_size=_MICRO.value, save=SavePolicy(_SAVE.value),
       prefix_source=PrefixSource(source),
-      window_chunk=_CHUNK.value, has_reference=_REFERENCE.value)
+      window_chunk=_CHUNK.value, has_reference=_REFERENCE.value,
+      reference_bits=_REFERENCE_BITS.value)
 
 
 def _mesh(model, spec, count: int) -> MeshConfig:

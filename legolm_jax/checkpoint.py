@@ -9,6 +9,7 @@ everything stored, and for a self-test those of a few decoded tiles.
 from __future__ import annotations
 
 from collections.abc import Callable
+import math
 import os
 import pathlib
 from typing import Any
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ml_dtypes
 import numpy as np
 
-from legolm_jax import encoding, packing, sharding
+from legolm_jax import accounting, encoding, packing, sharding
 from legolm_jax.array import LegoArray, Storage
 from legolm_jax.errors import InputError
 from legolm_jax.safetensors_files import (
@@ -154,6 +155,18 @@ class Checkpoint:
     array = self._array(name, entry)
     self._self_test(name, entry, array)
     return array
+
+  def bits_per_weight(self) -> dict[str, float]:
+    """Bits in memory of each weight of a compressed tensor, by its name; every
+    LegoArray has a codebook of its own."""
+    found = {}
+    for name, entry in self.entries.items():
+      if entry["decision"] == COMPRESSED:
+        codes = self.report["codebooks"][entry["codebook"]]["num_codes"]
+        size = math.prod(entry["shape"])
+        found[name] = entry["bits_per_weight"] + (
+            8 * accounting.codebook_bytes(codes) / size)
+    return found
 
   def _array(self, name: str, entry: dict[str, Any]) -> LegoArray:
     codebook = self.report["codebooks"][entry["codebook"]]

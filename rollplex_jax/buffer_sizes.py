@@ -99,6 +99,8 @@ class Setup:
     training: how training and the reference lie on it.
     rollout: the same of the rollout.
     storage: how the decoder's weights lie, if not as training has them.
+    reference_bits: of a compressed reference: by a tensor's name the bits that
+      each of its weights takes; what is not in it is of `dtype`.
     rebuilt_bytes: per device, of weights that the rollout needs in a layout
       that no view of the training's gives.
     temporaries: stage, or "update" -> bytes per device that its program takes
@@ -111,6 +113,7 @@ class Setup:
   training: StageRules = dataclasses.field(default_factory=StageRules)
   rollout: StageRules = dataclasses.field(default_factory=StageRules)
   storage: StageRules | None = None
+  reference_bits: Mapping[str, float] = dataclasses.field(default_factory=dict)
   rebuilt_bytes: int = 0
   temporaries: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -140,6 +143,16 @@ class Sizes:
     return sum(
         shard_bytes(w.shape, self._dtype, rules.spec(*w.axes), self._axes)
         for rules, w in self._leaves(parts, self.setup.storage))
+
+  def reference(self, *parts: str) -> int:
+    """The same of a reference model, which may be compressed."""
+    total = 0
+    for rules, w in self._leaves(parts, self.setup.storage):
+      bits = self.setup.reference_bits.get(
+          w.name, 8 * self._dtype.itemsize)
+      count = shard_bytes(w.shape, jnp.uint8, rules.spec(*w.axes), self._axes)
+      total += math.ceil(count * bits / 8)
+    return total
 
   def gradients(self) -> int:
     """Of the trained parts: float32, split over all devices."""

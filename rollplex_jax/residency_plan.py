@@ -177,7 +177,7 @@ def _weights(sizes: Sizes, trained: tuple[str, ...], facts: Facts,
   if facts.has_reference:
     # A frozen tower is the policy's.
     out.append(_may_offload(Buffer(
-        name="reference/weights", bytes_per_device=sizes.weights(*trained),
+        name="reference/weights", bytes_per_device=sizes.reference(*trained),
         policy=Policy.KEEP, uses=tuple(
             phase for phase, unit, _, writes in spots if unit is not None
             and (unit.model == "reference" or "reference/kv" in writes))),

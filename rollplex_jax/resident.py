@@ -29,7 +29,7 @@ from rollplex_jax.artifacts import Model
 from rollplex_jax.buffer_sizes import Setup, Workload
 from rollplex_jax.config import TrainConfig
 from rollplex_jax.executor import Step
-from rollplex_jax.models import vlm
+from rollplex_jax.models import tensor_files, vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement.layout import How
@@ -76,7 +76,9 @@ class Residency:
              places: Places | None) -> Residency:
     """Of a run whose model lies on a mesh, or on one device."""
     dtype = config.policy.compute_dtype
-    setup = Setup(config=model, dtype=dtype)
+    setup = Setup(config=model, dtype=dtype, reference_bits=(
+        tensor_files.compressed_bits(config.reference.path)
+        if config.reference.path else {}))
     if places is not None:
       layout = places.plan_layout(vlm.weights(model)["text"], dtype)
       setup = dataclasses.replace(

@@ -11,6 +11,7 @@ import pytest
 
 from legolm_jax.array import LegoArray
 from legolm_jax.rules import Rules
+from rollplex_jax.buffer_sizes import Sizes, Workload
 from rollplex_jax.config import Algorithm, PolicyConfig, ReferenceConfig
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import hf
@@ -113,6 +114,12 @@ class ReferenceTest(parameterized.TestCase):
       found = json.loads((out / "summary.json").read_text())["reference"]
       self.assertEqual((found["path"], found["compressed"]), (path, bool(path)))
       bytes_of[path] = found["bytes"]
+      # As the residency plan had it.
+      sizes = Sizes(trainer._residency._setup, Workload(
+          num_prompts=0, prompt_length=0, num_generations=0,
+          response_length=0), ("text",))
+      self.assertAlmostEqual(
+          sizes.reference("text"), found["bytes"], delta=64)
     text = trainer.policy.trained["text"]
     self.assertEqual(bytes_of[""], sum(a.nbytes for a in jax.tree.leaves(text)))
     self.assertLess(bytes_of[self.small], 0.7 * bytes_of[""])

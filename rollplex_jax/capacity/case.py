@@ -84,6 +84,8 @@ class Case:
     prefix_source: where the training prefix of a rollplex step comes from.
     window_chunk: prefix tokens of a unit in the decode window.
     has_reference: score a reference model.
+    reference_bits: of a weight of its blocks but the first and the last, which
+      are compressed; 0 for a plain one.
     depth: layers to compile with, or None for all.
   """
 
@@ -97,6 +99,7 @@ class Case:
   prefix_source: PrefixSource = PrefixSource.ROLLOUT
   window_chunk: int = 256
   has_reference: bool = True
+  reference_bits: float = 0.0
   depth: int | None = None
 
   def check(self) -> None:

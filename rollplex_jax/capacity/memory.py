@@ -12,12 +12,15 @@ import dataclasses
 import functools
 import re
 
+import jax
+
 from rollplex_jax import residency_plan
 from rollplex_jax import schedule as schedule_lib
 from rollplex_jax.buffer_sizes import Setup, Sizes
 from rollplex_jax.buffer_sizes import Workload as StepShape
 from rollplex_jax.capacity.case import Case
 from rollplex_jax.capacity.programs import Programs, tree_bytes
+from rollplex_jax.models.weights import is_weight
 from rollplex_jax.placement import residency
 from rollplex_jax.placement.buffers import Policy
 from rollplex_jax.placement.layout import How
@@ -133,7 +136,7 @@ class Buffers:
         dataclasses.replace(setup, training=setup.rollout, storage=None),
         work, ("text",)).weights("text")
     self.rebuilt = setup.rebuilt_bytes
-    self.reference = self.text if case.has_reference else 0
+    self.reference = sizes.reference("text") if case.has_reference else 0
     self.optimizer, self.gradients = sizes.optimizer(), sizes.gradients()
     self.kv = sizes.kv(b, rollout=True)
     self.suffix_kv = sizes.cache()
@@ -150,14 +153,24 @@ def buffers_of(case: Case) -> Buffers:
 @functools.cache
 def setup_of(case: Case) -> Setup:
   """The model and its places, as the residency plan takes them."""
-  places = case.places()
+  places, bits = case.places(), _reference_bits(case)
   if places is None:
-    return Setup(config=case.config)
+    return Setup(config=case.config, reference_bits=bits)
   layout = places.plan_layout(Programs(case).declared["text"], "bfloat16")
   return Setup(
       config=case.config, mesh=case.mesh.shape, training=places.training,
-      rollout=places.rollout, storage=places.storage,
+      rollout=places.rollout, storage=places.storage, reference_bits=bits,
       rebuilt_bytes=layout.bytes_of(How.REBUILD) if layout else 0)
+
+
+def _reference_bits(case: Case) -> dict[str, float]:
+  """By name, of the matrices of all blocks but the first and the last."""
+  if not case.reference_bits:
+    return {}
+  blocks = Programs(case).declared["text"]["layers"][1:-1]
+  return {w.name: case.reference_bits
+          for w in jax.tree.leaves(blocks, is_leaf=is_weight)
+          if len(w.shape) == 2}
 
 
 def work_of(case: Case) -> StepShape:

@@ -249,7 +249,8 @@ def describe(case: Case) -> dict[str, Any]:
       "samples_per_pass": case.block[0] * case.block[1],
       "save": str(case.save), "prefix_source": str(case.prefix_source),
       "window_chunk": case.window_chunk,
-      "has_reference": case.has_reference}
+      "has_reference": case.has_reference,
+      "reference_bits": case.reference_bits}
 
 
 # -- compiling ----------------------------------------------------------------

@@ -52,6 +52,18 @@ def is_compressed(path: str | os.PathLike) -> bool:
   return lego_checkpoint.is_compressed(path)
 
 
+def compressed_bits(path: str | os.PathLike) -> dict[str, float]:
+  """Bits in memory of each weight of compressed tensors, by published names.
+
+  Empty for a checkpoint that is not compressed. Raises InputError.
+  """
+  if not is_compressed(path):
+    return {}
+  stored = lego_checkpoint.Checkpoint(path)
+  return {published_name(name): bits
+          for name, bits in stored.bits_per_weight().items()}
+
+
 def open_tensors(folder: str | os.PathLike) -> Tensors:
   """Opens a folder.
 

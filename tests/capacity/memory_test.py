@@ -1,8 +1,10 @@
 """Phases of a step: what is there, what waits elsewhere, what is rebuilt."""
 
 import dataclasses
+import math
 
 from absl.testing import absltest, parameterized
+import jax
 
 from rollplex_jax.capacity.memory import (
   Buffers,
@@ -13,7 +15,7 @@ from rollplex_jax.capacity.memory import (
 )
 from rollplex_jax.capacity.plan import half_of
 from rollplex_jax.models import vlm
-from rollplex_jax.models.weights import num_parameters
+from rollplex_jax.models.weights import is_weight, num_parameters
 from rollplex_jax.placement.mesh import MeshConfig
 from rollplex_jax.stages.prefix import SavePolicy
 from tests.capacity.cases import nothing, tiny
@@ -82,6 +84,22 @@ class MemoryTest(parameterized.TestCase):
     self.assertEqual(
         (found["rollout/window"], found["rollout/prefix"],
          found["score/score:reference"], found["update"]), (7, 25, 103, 13))
+
+  def test_compressed_reference(self):
+    """Its blocks but the first and the last, by hand."""
+    config = tiny().model
+    deep = dataclasses.replace(config, text=dataclasses.replace(
+        config.text, num_hidden_layers=5))
+    plain, small = (tiny(model=deep, reference_bits=b) for b in (0.0, 4.0))
+    layer = vlm.weights(deep)["text"]["layers"][1]
+    block = sum(math.prod(w.shape) for w in jax.tree.leaves(
+        layer, is_leaf=is_weight) if len(w.shape) == 2)
+    have, found = Buffers(plain), Buffers(small)
+    # 12 bits less of each weight of three blocks, over two devices.
+    self.assertEqual(have.reference - found.reference, 3 * block * 12 // 8 // 2)
+    self.assertEqual((found.text, have.reference), (have.text, have.text))
+    window = phases(small)["rollout/window"]
+    self.assertEqual(window.bytes["reference"], found.reference)
 
   def test_artefacts_in_both_layouts(self):
     case = tiny(mesh=MeshConfig(data=2, training_tp=1, rollout_tp=2),
