@@ -23,6 +23,9 @@ from rollplex_jax.errors import InputError
 from rollplex_jax.metrics import write_json
 from rollplex_jax.placement.residency import BudgetError
 
+# A quick start's configuration; marks the folder of its run.
+QUICKSTART = "quickstart.json"
+
 _JSON = flags.DEFINE_string(
     "json", None, "File for the result, as one JSON object.")
 _CACHE = flags.DEFINE_string(

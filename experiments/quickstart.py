@@ -57,7 +57,6 @@ from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
 from rollplex_jax.trainer import Trainer
 
-_MARKER = "quickstart.json"  # The run's configuration; marks the folder.
 _TOKENIZER_EPISODES = 300
 
 
@@ -170,7 +169,7 @@ def main():
   task = plan_task(environment)  # Refuses a bad level before anything else.
   prepare_folder(output, _OVERWRITE.value)
   metrics_lib.write_json(
-      output / _MARKER, to_config_dict(config).to_dict())
+      output / common.QUICKSTART, to_config_dict(config).to_dict())
 
   phases = _Phases()
   with phases("build", "1  building a policy and its tokenizer"):
@@ -246,7 +245,7 @@ def prepare_folder(output: pathlib.Path, overwrite: bool) -> None:
   """
   if output.exists() and not output.is_dir():
     raise InputError(f"--output_dir={output}: is not a folder")
-  if (output / _MARKER).exists() or (output / "metrics.jsonl").exists():
+  if (output / common.QUICKSTART).exists() or (output / "metrics.jsonl").exists():
     if not overwrite:
       raise InputError(f"--output_dir={output}: holds a run already; pass "
                        "--overwrite to remove it")

@@ -9,9 +9,10 @@ and two plots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import csv
 import dataclasses
+import json
 import pathlib
 import time
 from typing import Any
@@ -36,6 +37,7 @@ from legolm_jax.compress import (
 from legolm_jax.errors import InputError as LegoInputError
 from legolm_jax.rules import Rules
 from legolm_jax.safetensors_files import CheckpointFolder
+from rollplex_jax.config import EnvironmentConfig
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import architectures, hf, hub, tensor_files
@@ -45,7 +47,7 @@ _MODEL = flags.DEFINE_string(
     "Checkpoint folder or hub id; by default what the quick start trained.")
 _DATA = flags.DEFINE_string(
     "data", None, "Text file, or JSONL of {\"text\": ...}; by default modules of "
-    "Python's standard library.")
+    "Python's standard library, or for a quick start's policy its own world.")
 _WORLD = flags.DEFINE_multi_string(
     "world", [], "In place of a text, KEY=VALUE of an EnvironmentConfig: held-out "
     "episodes with the checkpoint's own greedy plans.")
@@ -143,18 +145,22 @@ def grid(centroids: list[int], vector_centroids: list[int]
 class Study:
   """A checkpoint, and what every reconstruction of it is measured by."""
 
-  def __init__(self, path: str, documents: list[str], questions: dict):
+  def __init__(self, path: str, world: Sequence[str], documents: list[str],
+               questions: dict):
     """Loads the checkpoint and runs it. Raises InputError."""
     self.folder = CheckpointFolder(path)
     self._compared = {d.name for d in rules_lib.decide(self.folder, Rules())
                       if d.compress}
+    if not self._compared:
+      raise InputError(f"--model_path={path}: has no matrix to compress between "
+                       "its first block and its last")
     processor = Processor.from_checkpoint(path)
     self._config, params = hf.load_checkpoint(path, jnp.dtype(_DTYPE.value))
     shared = dict(limit=_WINDOWS.value, batch_size=_BATCH.value)
-    if _WORLD.value:
+    if world:
       architectures.check_decodes(self._config, path)
       self._subject = Episodes(
-          self._config, processor, params, _WORLD.value,
+          self._config, processor, params, world,
           max_completion_length=_LENGTH.value, **shared)
     else:
       self._subject = Texts(
@@ -235,7 +241,8 @@ def main() -> dict[str, Any]:
     raise InputError(f"--model_path={path}: is compressed; expected the "
                      "checkpoint itself")
   entries = _entries()
-  study = Study(path, _documents(), _questions())
+  world = _world(path)
+  study = Study(path, world, _documents(), _questions())
   rows = []
   for entry in common.progress("studying", len(entries))(entries):
     row = {"group": entry.group, "dim": entry.dim,
@@ -251,8 +258,8 @@ def main() -> dict[str, Any]:
         and entry.group in ("published", "recipe")))
   shares = {k: study.share_beyond(k) for k in (64, 128)}
   data = _DATA.value or ", ".join(texts.LIBRARY_MODULES)
-  if _WORLD.value:
-    data = f"the checkpoint's plans in {' '.join(_WORLD.value)}"
+  if world:
+    data = f"the checkpoint's plans in {' '.join(world)}"
   result = {"model_path": path, "data": data,
             "tokens": study.tokens, "rows": rows,
             "claims": study_report.claims(rows, shares)}
@@ -281,6 +288,18 @@ def _nominal(entry: Entry) -> float | None:
   if entry.num_centroids is None or entry.dim > 1:
     return None
   return accounting.nominal_ratio(entry.num_centroids, entry.percentile or 100)
+
+
+def _world(path: str) -> list[str]:
+  """The world that was asked for, or that of the quick start that trained it."""
+  run = pathlib.Path(path).absolute().parent / common.QUICKSTART
+  texts_given = _DATA.value or _LAMBADA.value or _HELLASWAG.value
+  if _WORLD.value or texts_given or not run.is_file():
+    return _WORLD.value
+  environment = json.loads(run.read_text())["environment"]
+  defaults = dataclasses.asdict(EnvironmentConfig())
+  return [f"{name}={json.dumps(value)}" for name, value in environment.items()
+          if name in defaults and value != defaults[name]]
 
 
 def _documents() -> list[str]:

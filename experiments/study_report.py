@@ -154,7 +154,8 @@ def plot(rows: Sequence[Row], folder: pathlib.Path) -> None:
         axes.loglog(*zip(*points), marker="o", label=f"d = {dim}")
     axes.set(xlabel="centroids K", ylabel="relative squared error",
              title="Blocks of d weights, p = 99 %")
-    axes.legend()
+    if axes.get_legend_handles_labels()[0]:
+      axes.legend()
     figure.savefig(folder / "distortion.png", dpi=120)
 
     figure = Figure(figsize=(9, 4), layout="constrained")

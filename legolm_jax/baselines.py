@@ -169,6 +169,8 @@ def vector_blocks(folder: CheckpointFolder, dim: int, num_centroids: int,
 def _reconstruction(name, folder, decisions, bits, tensors) -> Reconstruction:
   """With the bits of what is kept added to those of what is replaced."""
   weights = sum(d.info.size for d in decisions if d.compress)
+  if not weights:
+    raise InputError(f"{folder.path}: no matrix is to be replaced")
   kept = sum(d.info.nbytes for d in decisions
              if not d.compress and not d.tied_to)
   return Reconstruction(

@@ -1,6 +1,7 @@
 """`study` on a tiny checkpoint: its files, its claims, and how it refuses."""
 
 import csv
+import dataclasses
 import json
 import pathlib
 import tempfile
@@ -13,6 +14,7 @@ from experiments.study_subjects import Episodes, spread
 from legolm_jax import baselines
 from legolm_jax.safetensors_files import CheckpointFolder
 from rollplex_jax import inference
+from rollplex_jax.config import EnvironmentConfig
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.models import hf
 from rollplex_jax.stages.sampling import SamplingConfig
@@ -136,6 +138,31 @@ class StudyTest(absltest.TestCase):
     for row in found["rows"]:
       self.assertEqual(row["mean_kl"], whole[row["name"]]["mean_kl"])
 
+  def test_world_of_a_quick_start(self):
+    """Its policy is measured in the world that it was trained in."""
+    run = self.folder / "quickstart"
+    two = pathlib.Path(tiny_checkpoint.write(run / "two", seed=3))
+    file = two / "config.json"
+    file.write_text(json.dumps(
+        json.loads(file.read_text()) | {"num_hidden_layers": 3}))
+    config, model = hf.load_config(two), run / "policy"
+    hf.save_checkpoint(model, config, tiny_checkpoint.random_params(config),
+                       assets_from=two)
+    (run / "quickstart.json").write_text(json.dumps({"environment": {
+        **dataclasses.asdict(EnvironmentConfig()),
+        "level": "BabyAI-GoToObjS4-v0", "must_stop": True}}))
+    out, result = self.folder / "world", self.folder / "world.json"
+    ran = commands.run(
+        "study", f"--model_path={model}", "--num_windows=2",
+        "--max_completion_length=4", "--groups=8-bit per row",
+        f"--output_dir={out}", f"--json={result}")
+    self.assertEqual((ran.status, ran.err), (0, ""))
+    found = json.loads(result.read_text())
+    self.assertEqual(
+        found["data"], 'the checkpoint\'s plans in level="BabyAI-GoToObjS4-v0" '
+        "must_stop=true")
+    self.assertLen(found["rows"], 1)
+
   def test_windows_are_spread(self):
     windows = np.arange(10)[:, None]
     self.assertEqual(spread(windows, 4).ravel().tolist(), [0, 2, 5, 7])
@@ -144,12 +171,15 @@ class StudyTest(absltest.TestCase):
 
   def test_refuses(self):
     small = compressed.compress(self.model, self.folder / "small")
+    shallow = tiny_checkpoint.write(self.folder / "shallow")
     for args, message in (
         ((), "--output_dir is not set"),
         ((f"--output_dir={self.model}",), "output folder is not empty"),
         ((f"--output_dir={self.folder}/x", f"--model_path={small}"),
          "is compressed"),
         ((f"--output_dir={self.folder}/x", "--model_path=/nowhere"), "/nowhere"),
+        ((f"--output_dir={self.folder}/x", f"--model_path={shallow}"),
+         "has no matrix to compress between"),
         ((f"--output_dir={self.folder}/x", "--world=level=x",
           f"--lambada={self.lambada}"), "either a world or texts"),
         ((f"--output_dir={self.folder}/x", "--groups=published",
