@@ -170,6 +170,12 @@ def describe(summary) -> str:
                f"({evaluation['val/success_low']:.1%} to "
                f"{evaluation['val/success_high']:.1%})")
     lines.append(line)
+  reference = summary["reference"]
+  if reference and reference["compressed"]:
+    lines.append(
+        f"  compressed reference: {reference['bytes'] / 1e6:,.1f} MB in place "
+        f"of {reference['plain_bytes'] / 1e6:,.1f} MB, KL of the first step "
+        f"{reference['first_kl']:.2e}")
   phases = summary["phase_seconds"]
   total = max(phases.get("step", 0.0), 1e-9)
   parts = [f"{name} {s / total:.0%}" for name, s in phases.items()

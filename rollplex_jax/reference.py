@@ -16,7 +16,8 @@ from rollplex_jax.artifacts import Model
 from rollplex_jax.config import TrainConfig
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import architectures, hf, tensor_files, vlm
-from rollplex_jax.models.weights import Params
+from rollplex_jax.models.config import ModelConfig
+from rollplex_jax.models.weights import Params, num_parameters
 from rollplex_jax.placement.mesh import Places
 from rollplex_jax.placement.sharding import Placement
 from rollplex_jax.policy import Policy
@@ -87,16 +88,30 @@ def make(config: TrainConfig, policy: Policy) -> Model:
   return Model({**policy.frozen, **params}, 0)
 
 
-def summary(config: TrainConfig, reference: Model | None,
-            frozen: Params) -> dict[str, Any] | None:
-  """What it takes: "path", "compressed", and "bytes" of its own weights."""
+def summary(config: TrainConfig, model: ModelConfig,
+            reference: Model | None, frozen: Params,
+            first_kl: float | None) -> dict[str, Any] | None:
+  """What it takes and adds.
+
+  Returns:
+    "path"; "compressed"; "bytes" of its own weights, and "plain_bytes", what
+    they are in the compute dtype; and "first_kl", the mean KL estimate of the
+    first step, which is all compression's while the policy has not moved. None
+    for a run without a reference.
+  """
   if reference is None:
     return None
   path = config.reference.path
+  own = [part for part in reference.params if part not in frozen]
+  declared = vlm.weights(model)
   return {
-      "path": path, "compressed": bool(path) and tensor_files.is_compressed(path),
-      "bytes": sum(leaf.nbytes for part, tree in reference.params.items()
-                   if part not in frozen for leaf in jax.tree.leaves(tree))}
+      "path": path,
+      "compressed": bool(path) and tensor_files.is_compressed(path),
+      "bytes": sum(leaf.nbytes for part in own
+                   for leaf in jax.tree.leaves(reference.params[part])),
+      "plain_bytes": jnp.dtype(config.policy.compute_dtype).itemsize * sum(
+          num_parameters(declared[part]) for part in own),
+      "first_kl": first_kl}
 
 
 def _finer(places: Places) -> Placement:

@@ -243,6 +243,7 @@ class Trainer:
 
     phases: dict[str, float] = {}
     steps = tokens = 0
+    first_kl = None
     try:
       if evaluate_ends:
         run_evaluation(0, 0.0)
@@ -258,6 +259,8 @@ class Trainer:
         values, samples = self.step(examples, steps, timeline)
         values["timing_s/data"] = waited
         steps += 1
+        if steps == 1:
+          first_kl = values.get("actor/kl_loss")
         for name, value in values.items():
           if name.startswith("timing_s/"):
             phases[name[9:]] = phases.get(name[9:], 0.0) + value
@@ -295,7 +298,8 @@ class Trainer:
         "compilations": compiled.count, "compile_seconds": compiled.seconds,
         "skipped_rows": self.skipped_rows,
         "reference": reference_lib.summary(
-            self.config, self.reference, self.policy.frozen),
+            self.config, self.model_config, self.reference,
+            self.policy.frozen, first_kl),
         "layout": self.policy.layout and self.policy.layout.to_dict(),
         "residency": self._residency and self._residency.summary(),
         "evaluations": evaluated,

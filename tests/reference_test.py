@@ -114,6 +114,11 @@ class ReferenceTest(parameterized.TestCase):
       found = json.loads((out / "summary.json").read_text())["reference"]
       self.assertEqual((found["path"], found["compressed"]), (path, bool(path)))
       bytes_of[path] = found["bytes"]
+      self.assertEqual(found["plain_bytes"], bytes_of[""])
+      if path:
+        self.assertGreater(found["first_kl"], 1e-4)
+      else:
+        self.assertLess(abs(found["first_kl"]), 1e-6)
       # As the residency plan had it.
       sizes = Sizes(trainer._residency._setup, Workload(
           num_prompts=0, prompt_length=0, num_generations=0,
