@@ -22,9 +22,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.codebook_matmul.packed import (
-    BAND, TILE_WORDS, WORD, Packed)
+from pallas_kernels.codebook_matmul.packed import BAND, TILE_WORDS, WORD, Packed
 from pallas_kernels.codebook_matmul.tuning import Tuning
+
+_SPREAD = {
+    4: ((0, 0x11111111),),
+    2: ((8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x11111111)),
+    1: ((12, 0x000F000F), (6, 0x03030303), (3, 0x11111111)),
+}
 
 
 def matmul(x: jax.Array, w: Packed, *, config: Tuning, interpret: bool = False
@@ -301,7 +306,9 @@ class _Bands:
 
   def _ranks(self, w: Packed, escapes, base):
     """(rank of each word's first outlier, of the first after the block)."""
-    counts = jax.lax.population_count(escapes).astype(jnp.int32)
+    # Triton counts no bits: the sum of the nibbles ends up in the highest.
+    counts = escapes * jnp.uint32(0x11111111) >> jnp.uint32(28)
+    counts = counts.astype(jnp.int32)
     shape, bands = counts.shape, self.bands.size
     if w.is_words_first:
       counts = counts.reshape(shape[0], bands, BAND)
@@ -327,7 +334,7 @@ class _Bands:
       if scale is not None:
         values *= scale
       if w.outliers is not None:
-        is_escape = (escapes >> jnp.uint32(place)) & jnp.uint32(1)
+        is_escape = (escapes >> jnp.uint32(4 * place)) & jnp.uint32(1)
         shard = _as_stored(w, self.shard, in_shard)
         # The codebook has 0 for an escape.
         values += plgpu.load(
@@ -349,7 +356,7 @@ def _codes(w: Packed, planes, place: int) -> jax.Array:
 
 
 def _escapes(w: Packed, planes) -> jax.Array:
-  """uint32: bit s is set where the code at place s is the escape."""
+  """uint32: bit 4 s is set where the code at place s is the escape."""
   found, escape = None, w.num_codes - 1
   for plane, width in zip(planes, w.widths):
     part = escape & ((1 << width) - 1)
@@ -360,23 +367,16 @@ def _escapes(w: Packed, planes) -> jax.Array:
 
 
 def _matches(plane: jax.Array, width: int, value: int) -> jax.Array:
-  """uint32: bit s is set where the field at place s has a value."""
+  """uint32: bit 4 s is set where the field at place s has a value."""
   u = jnp.uint32
   other = ~value & ((1 << width) - 1)
   ones = plane ^ u(sum(other << place * width for place in range(WORD)))
-  if width == 1:
-    return ones
-  ones &= ones >> u(1)
-  if width == 2:
-    ones &= u(0x5555)
-    ones = (ones | ones >> u(1)) & u(0x3333)
-    ones = (ones | ones >> u(2)) & u(0x0F0F)
-    return (ones | ones >> u(4)) & u(0xFF)
-  ones &= ones >> u(2)
-  ones &= u(0x11111111)
-  ones = (ones | ones >> u(3)) & u(0x03030303)
-  # Four pairs of bits come together at bit 18.
-  return (ones * u(1 + (1 << 6) + (1 << 12) + (1 << 18))) >> u(18) & u(0xFF)
+  for shift in (1, 2)[:width // 2]:
+    ones &= ones >> u(shift)
+  # Eight fields of 4, 2 or 1 bits become eight of 4, by halves.
+  for shift, mask in _SPREAD[width]:
+    ones = (ones | ones << u(shift)) & u(mask) if shift else ones & u(mask)
+  return ones
 
 
 def _tiles(w: Packed, shard, part, parts: int):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.codebook_matmul.packed import (
-    BAND, TILE_WORDS, WORD, Packed)
+from pallas_kernels.codebook_matmul.packed import BAND, TILE_WORDS, WORD, Packed
 
 
 def codes(w: Packed) -> jax.Array:
