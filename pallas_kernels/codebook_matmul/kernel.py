@@ -110,16 +110,27 @@ def _matmul_kernel(x_ref, w, y_ref, *, config: Tuning, splits: int):
   def step(i, carry):
     sums, base = carry
     words = _Span.of(start + i * config.words, config.words, end)
-    values, base = bands.decode(w, words, base, shard)
-    for place, value in enumerate(values):
-      x = rows.load(x_ref, (jnp.int32(place),), words)
-      sums = rows.add_products(sums, x, value, axis)
-    return sums, base
+    block, base = bands.read(w, words, base, shard)
+    x = lambda place: rows.load(x_ref, (jnp.int32(place),), words)
+    if config.is_dot:
+      for place, values in enumerate(block.weights(w)):
+        sums = rows.add_products(sums, x(place), values, axis)
+      return sums, base
+    sums, others = sums
+    for place in range(WORD):
+      sums = rows.add_products(sums, x(place), block.centroids(w, place), axis)
+    if w.outliers is not None:
+      others = block.add_outliers(w, x_ref, rows, others)
+    return (sums, others), base
 
   zero = rows.zero(bands.span.size, _as_stored(w, bands.span.size, config.words))
+  if not config.is_dot:
+    zero = (zero, zero)  # Of centroids, which are scaled in the end, and others.
   steps = pl.cdiv(jnp.maximum(end - start, 0), config.words)
   sums, _ = jax.lax.fori_loop(0, steps, step, (zero, bands.base(w, first)))
-  rows.store(y_ref, (split,), bands.span, sums, axis)
+  if not config.is_dot:
+    sums = rows.total(sums[0], sums[1], bands.scale(w), axis)
+  rows.store(y_ref, (split,), bands.span, sums)
 
 
 def _transposed_kernel(y_ref, w, z_ref, *, config: Tuning, splits: int):
@@ -133,15 +144,17 @@ def _transposed_kernel(y_ref, w, z_ref, *, config: Tuning, splits: int):
 
   def step(block, sums):
     bands = _Bands.of(w, block, config)
-    values, _ = bands.decode(w, words, bands.base(w, tile), shard)
+    block, _ = bands.read(w, words, bands.base(w, tile), shard)
     y = rows.load(y_ref, (), bands.span)
-    return tuple(rows.add_products(total, y, value, axis)
-                 for total, value in zip(sums, values))
+    return tuple(rows.add_products(total, y, values, axis)
+                 for total, values in zip(sums, block.weights(w)))
 
   zero = rows.zero(words.size, _as_stored(w, config.bands * BAND, words.size))
   sums = jax.lax.fori_loop(first, last, step, (zero,) * WORD)
   for place, total in enumerate(sums):
-    rows.store(z_ref, (split, jnp.int32(place)), words, total, axis)
+    if not config.is_dot:
+      total = tuple(row.sum(axis) for row in total)
+    rows.store(z_ref, (split, jnp.int32(place)), words, total)
 
 
 def _lookup_kernel(w, dense_ref, *, config: Tuning):
@@ -150,8 +163,8 @@ def _lookup_kernel(w, dense_ref, *, config: Tuning):
   shard = jax.lax.div(tile, w.tiles // w.shards[1])
   section = jax.lax.div(tile, w.tiles_per_section)
   word = words.start - section * w.words_per_section + jnp.arange(words.size)
-  values, _ = bands.decode(w, words, bands.base(w, tile), shard)
-  for place, value in enumerate(values):
+  block, _ = bands.read(w, words, bands.base(w, tile), shard)
+  for place, values in enumerate(block.weights(w)):
     column = word * WORD + place
     is_there = words.is_inside & (column < w.section_inputs)
     column += section * w.section_inputs
@@ -159,7 +172,7 @@ def _lookup_kernel(w, dense_ref, *, config: Tuning):
                          column)
     plgpu.store(
         dense_ref.at[_as_stored(w, row, column)],
-        value.astype(dense_ref.dtype),
+        values.astype(dense_ref.dtype),
         mask=_both(w, bands.span.is_inside, is_there))
 
 
@@ -208,6 +221,13 @@ class _Rows:
                    mask=span.is_inside & (row < limit), other=0)
         for row in self._each())
 
+  def gather(self, ref, place, k, mask):
+    """By row float32 ref[place, row, k]; zeros where not in the mask."""
+    limit = ref.shape[1]
+    return [
+        plgpu.load(ref.at[place, row, k], mask=mask & (row < limit), other=0
+                   ).astype(jnp.float32) for row in self._each()]
+
   def zero(self, size: int, shape):
     """Sums [rows, size] of products of values of a shape."""
     if self.config.is_dot:
@@ -228,8 +248,13 @@ class _Rows:
         total + jnp.expand_dims(row.astype(jnp.float32), 1 - axis) * values
         for total, row in zip(sums, x))
 
-  def store(self, ref, lead, span: _Span, sums, axis: int):
-    """To ref [*lead, rows, n]."""
+  def total(self, centroids, others, scale, axis: int):
+    """Sums [n] by row from those that are not summed yet."""
+    total = lambda sums: sums.sum(axis) * (1 if scale is None else scale)
+    return tuple(total(a) + b.sum(axis) for a, b in zip(centroids, others))
+
+  def store(self, ref, lead, span: _Span, sums):
+    """To ref [*lead, rows, n]; a tuple's are [n]."""
     limit = ref.shape[len(lead)]
     if self.config.is_dot:
       rows = _Span.of(self.start, self.config.rows, limit)
@@ -237,7 +262,7 @@ class _Rows:
                   mask=rows.is_inside[:, None] & span.is_inside[None])
       return
     for row, total in zip(self._each(), sums):
-      plgpu.store(ref.at[(*lead, row, span.slice)], total.sum(axis),
+      plgpu.store(ref.at[(*lead, row, span.slice)], total,
                   mask=span.is_inside & (row < limit))
 
   def _each(self):
@@ -280,9 +305,9 @@ class _Bands:
     return plgpu.load(w.offsets.at[_as_stored(w, self.bands.slice, tile)],
                       mask=mask, other=0).astype(jnp.int32)
 
-  def decode(self, w: Packed, words: _Span, base, in_shard
-             ) -> tuple[Iterator[jax.Array], jax.Array]:
-    """The weights of some words.
+  def read(self, w: Packed, words: _Span, base, in_shard
+           ) -> tuple[_Block, jax.Array]:
+    """Reads some words and ranks their outliers.
 
     Args:
       w: the matrix, as references.
@@ -291,67 +316,129 @@ class _Bands:
       in_shard: the shard of the inputs that they are in.
 
     Returns:
-      Float32 [outputs, words] as stored, one place after the other, and the
-      base for the words that follow.
+      The block, and the base of the words that follow.
     """
     where = _as_stored(w, self.span.slice, words.slice)
     mask = _both(w, self.span.is_inside, words.is_inside)
     planes = [plgpu.load(plane.at[where], mask=mask, other=0).astype(jnp.uint32)
               for plane in w.planes]
-    escapes = rank = None
+    escapes = counts = rank = None
     if w.outliers is not None:
       escapes = _escapes(w, planes)
-      rank, base = self._ranks(w, escapes, base)
-    return self._places(w, planes, escapes, rank, in_shard), base
+      # Triton counts no bits: the sum of the nibbles ends up in the highest.
+      counts = (escapes * jnp.uint32(0x11111111) >> jnp.uint32(28)).astype(
+          jnp.int32)
+      rank, base = self._ranks(w, counts, base)
+    return _Block(self, words, _as_stored(w, self.shard, in_shard), planes,
+                  escapes, counts, rank), base
 
-  def _ranks(self, w: Packed, escapes, base):
+  def scale(self, w: Packed):
+    """Float32 [outputs], or None."""
+    if w.scale is None:
+      return None
+    return plgpu.load(w.scale.at[self.span.slice], mask=self.span.is_inside,
+                      other=0).astype(jnp.float32)
+
+  def _ranks(self, w: Packed, counts, base):
     """(rank of each word's first outlier, of the first after the block)."""
-    # Triton counts no bits: the sum of the nibbles ends up in the highest.
-    counts = escapes * jnp.uint32(0x11111111) >> jnp.uint32(28)
-    counts = counts.astype(jnp.int32)
-    shape, bands = counts.shape, self.bands.size
+    bands = self.bands.size
+    # To [bands, words x outputs], the order of outliers, and back.
     if w.is_words_first:
-      counts = counts.reshape(shape[0], bands, BAND)
-      by_word = counts.sum(2)
-      before = (jnp.cumsum(by_word, 0) - by_word + base[None])[:, :, None]
-      rank, base = jnp.cumsum(counts, 2) - counts, base + by_word.sum(0)
+      shape, order, back = (-1, bands, BAND), (1, 0, 2), (1, 0, 2)
     else:
-      counts = counts.reshape(bands, BAND, shape[1])
-      by_word = counts.sum(1)
-      before = (jnp.cumsum(by_word, 1) - by_word + base[:, None])[:, None]
-      rank, base = jnp.cumsum(counts, 1) - counts, base + by_word.sum(1)
-    return (rank + before).reshape(shape), base
+      shape, order, back = (bands, BAND, -1), (0, 2, 1), (0, 2, 1)
+    by_output = counts.reshape(shape).transpose(order)
+    ordered = by_output.reshape(bands, -1)
+    rank = jnp.cumsum(ordered, 1) - ordered + base[:, None]
+    rank = rank.reshape(by_output.shape).transpose(back)
+    return rank.reshape(counts.shape), base + ordered.sum(1)
 
-  def _places(self, w: Packed, planes, escapes, rank, in_shard):
-    scale = None
-    if w.scale is not None:
-      scale = plgpu.load(w.scale.at[self.span.slice],
-                         mask=self.span.is_inside, other=0)
-      scale = jnp.expand_dims(scale.astype(jnp.float32),
-                              0 if w.is_words_first else 1)
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+  """Words of bands, [outputs, words] as stored.
+
+  Attributes:
+    bands, words: which.
+    shard: indices into the first two dimensions of the outliers.
+    planes: uint32.
+    escapes: uint32, see `_escapes`; None without outliers, as are the next.
+    counts: int32, of escapes.
+    rank: int32, of the word's first outlier.
+  """
+
+  bands: _Bands
+  words: _Span
+  shard: tuple[jax.Array, jax.Array]
+  planes: list[jax.Array]
+  escapes: jax.Array | None
+  counts: jax.Array | None
+  rank: jax.Array | None
+
+  def centroids(self, w: Packed, place: int) -> jax.Array:
+    """Float32: the codebook's entries at a place, 0 for an escape."""
+    return plgpu.load(w.codebook.at[_codes(w, self.planes, place)])
+
+  def weights(self, w: Packed) -> Iterator[jax.Array]:
+    """Float32, place by place: scaled, and with the outliers."""
+    scale, rank = self.bands.scale(w), self.rank
+    if scale is not None:
+      scale = jnp.expand_dims(scale, 0 if w.is_words_first else 1)
     for place in range(WORD):
-      values = plgpu.load(w.codebook.at[_codes(w, planes, place)])
+      values = self.centroids(w, place)
       if scale is not None:
         values *= scale
       if w.outliers is not None:
-        is_escape = (escapes >> jnp.uint32(4 * place)) & jnp.uint32(1)
-        shard = _as_stored(w, self.shard, in_shard)
-        # The codebook has 0 for an escape.
-        values += plgpu.load(
-            w.outliers.at[(*shard, rank)], mask=is_escape == jnp.uint32(1),
-            other=0).astype(jnp.float32)
+        is_escape = (self.escapes >> jnp.uint32(4 * place)) & jnp.uint32(1)
+        values += self._outliers(w, rank, is_escape == jnp.uint32(1))
         rank += is_escape.astype(jnp.int32)
       yield values
+
+  def add_outliers(self, w: Packed, x_ref, rows: _Rows, sums):
+    """Adds x times the outliers alone, word by word: they are few.
+
+    Args:
+      w: the matrix, as references.
+      x_ref: [8, rows, words].
+      rows: of x.
+      sums: float32 [outputs, words] as stored for each row.
+    """
+
+    def add_next(_, carry):
+      """The next outlier of every word that has one."""
+      escapes, rank, sums = carry
+      lower = escapes - jnp.uint32(1)
+      # How many nibbles are below the lowest escape.
+      place = (lower & ~escapes & jnp.uint32(0x11111111)) * jnp.uint32(
+          0x11111111) >> jnp.uint32(28)
+      is_there = escapes != jnp.uint32(0)
+      values = self._outliers(w, rank, is_there)
+      x = rows.gather(x_ref, place.astype(jnp.int32), word, is_there)
+      sums = tuple(total + row * values for total, row in zip(sums, x))
+      return escapes & lower, rank + 1, sums
+
+    _, word = _outer(w, jnp.zeros(self.bands.span.size, jnp.int32),
+                     self.words.start + jnp.arange(self.words.size))
+    return jax.lax.fori_loop(
+        0, self.counts.max(), add_next, (self.escapes, self.rank, sums))[2]
+
+  def _outliers(self, w: Packed, rank, mask):
+    """Float32, 0 where not in the mask."""
+    return plgpu.load(w.outliers.at[(*self.shard, rank)], mask=mask,
+                      other=0).astype(jnp.float32)
 
 
 def _codes(w: Packed, planes, place: int) -> jax.Array:
   """int32, the codes at a place of words."""
-  codes, shift = None, 0
+  codes, below = None, 0
   for plane, width in zip(planes, w.widths):
-    part = (plane >> jnp.uint32(place * width)) & jnp.uint32((1 << width) - 1)
-    part = part << jnp.uint32(shift)
+    # From its place in the word to its place in the code.
+    shift = place * width - below
+    part = (plane >> jnp.uint32(shift) if shift >= 0
+            else plane << jnp.uint32(-shift))
+    part &= jnp.uint32(((1 << width) - 1) << below)
     codes = part if codes is None else codes | part
-    shift += width
+    below += width
   return codes.astype(jnp.int32)
 
 

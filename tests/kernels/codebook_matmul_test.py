@@ -91,8 +91,8 @@ class RandomTest(parameterized.TestCase):
   def test_some(self, seed):
     self.check(seed)
 
-  @pytest.mark.slow
   @parameterized.parameters(range(50, 200))
+  @pytest.mark.slow
   def test_more(self, seed):
     self.check(seed)
 
