@@ -31,6 +31,9 @@ _SPREAD = {
     1: ((12, 0x000F000F), (6, 0x03030303), (3, 0x11111111)),
 }
 
+# Few words have more outliers than this.
+_FEW = 2
+
 
 def matmul(x: jax.Array, w: Packed, *, config: Tuning, interpret: bool = False
            ) -> jax.Array:
@@ -322,15 +325,15 @@ class _Bands:
     mask = _both(w, self.span.is_inside, words.is_inside)
     planes = [plgpu.load(plane.at[where], mask=mask, other=0).astype(jnp.uint32)
               for plane in w.planes]
-    escapes = counts = rank = None
+    escapes = rank = most = None
     if w.outliers is not None:
       escapes = _escapes(w, planes)
       # Triton counts no bits: the sum of the nibbles ends up in the highest.
       counts = (escapes * jnp.uint32(0x11111111) >> jnp.uint32(28)).astype(
           jnp.int32)
-      rank, base = self._ranks(w, counts, base)
+      rank, base, most = self._ranks(w, counts, base)
     return _Block(self, words, _as_stored(w, self.shard, in_shard), planes,
-                  escapes, counts, rank), base
+                  escapes, rank, most), base
 
   def scale(self, w: Packed):
     """Float32 [outputs], or None."""
@@ -340,7 +343,12 @@ class _Bands:
                       other=0).astype(jnp.float32)
 
   def _ranks(self, w: Packed, counts, base):
-    """(rank of each word's first outlier, of the first after the block)."""
+    """Ranks of outliers.
+
+    Returns:
+      The rank of each word's first, that of the first after the block, and how
+      many a word has at most, or more.
+    """
     bands = self.bands.size
     # To [bands, words x outputs], the order of outliers, and back.
     if w.is_words_first:
@@ -351,7 +359,10 @@ class _Bands:
     ordered = by_output.reshape(bands, -1)
     rank = jnp.cumsum(ordered, 1) - ordered + base[:, None]
     rank = rank.reshape(by_output.shape).transpose(back)
-    return rank.reshape(counts.shape), base + ordered.sum(1)
+    # One sum for two: of the counts, and how many words have more than a few.
+    sums = (ordered + ((ordered > _FEW).astype(jnp.int32) << 16)).sum(1)
+    most = jnp.where((sums >> 16).max() > 0, jnp.int32(WORD), jnp.int32(_FEW))
+    return rank.reshape(counts.shape), base + (sums & 0xFFFF), most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,8 +374,8 @@ class _Block:
     shard: indices into the first two dimensions of the outliers.
     planes: uint32.
     escapes: uint32, see `_escapes`; None without outliers, as are the next.
-    counts: int32, of escapes.
     rank: int32, of the word's first outlier.
+    most: of a word's escapes there are no more.
   """
 
   bands: _Bands
@@ -372,8 +383,8 @@ class _Block:
   shard: tuple[jax.Array, jax.Array]
   planes: list[jax.Array]
   escapes: jax.Array | None
-  counts: jax.Array | None
   rank: jax.Array | None
+  most: jax.Array | None
 
   def centroids(self, w: Packed, place: int) -> jax.Array:
     """Float32: the codebook's entries at a place, 0 for an escape."""
@@ -419,8 +430,10 @@ class _Block:
 
     _, word = _outer(w, jnp.zeros(self.bands.span.size, jnp.int32),
                      self.words.start + jnp.arange(self.words.size))
-    return jax.lax.fori_loop(
-        0, self.counts.max(), add_next, (self.escapes, self.rank, sums))[2]
+    carry = (self.escapes, self.rank, sums)
+    for i in range(_FEW):
+      carry = add_next(i, carry)
+    return jax.lax.fori_loop(jnp.int32(_FEW), self.most, add_next, carry)[2]
 
   def _outliers(self, w: Packed, rank, mask):
     """Float32, 0 where not in the mask."""

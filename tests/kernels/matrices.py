@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -66,6 +67,28 @@ def random(seed: int, out: int, inputs: int, num_codes: int, *,
   if storage is Storage.OUT_IN:
     return array, dense
   return encoding.contiguous(array.T), dense.T
+
+
+def abstract(out: int, inputs: int, num_codes: int, *,
+             storage: Storage = Storage.OUT_IN, escapes: float | None = 0.01,
+             scaled: bool = True, dtype=BF16) -> LegoArray:
+  """The shapes and dtypes of such a matrix, not its values."""
+  layout = packing.Layout.of(out, inputs)
+  stored = lambda *dims: dims if storage is Storage.OUT_IN else (
+      dims[1], dims[0], *dims[2:])
+  array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
+  has = escapes is not None
+  return LegoArray(
+      planes=tuple(array(stored(out, layout.words), d) for d in
+                   packing.plane_dtypes(packing.code_bits(num_codes))),
+      codebook=array((num_codes,), np.float32),
+      scale=array((out,), BF16) if scaled else None,
+      outliers=array(
+          (1, 1, max(1, int(out * inputs * escapes))), dtype) if has else None,
+      offsets=array(stored(layout.bands, layout.tiles), np.uint32)
+      if has else None,
+      section_out=layout.section_out, section_inputs=layout.section_inputs,
+      num_codes=num_codes, dtype=dtype, storage=storage)
 
 
 def error(found, expected: np.ndarray) -> float:
