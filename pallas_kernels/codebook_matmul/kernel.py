@@ -25,12 +25,13 @@ import jax.numpy as jnp
 from pallas_kernels.codebook_matmul.packed import BAND, TILE_WORDS, WORD, Packed
 from pallas_kernels.codebook_matmul.tuning import Tuning
 
+# What spreads a plane's word so that every byte has two neighboring codes' bits.
 _SPREAD = {
-    4: ((0, 0x11111111),),
-    2: ((8, 0x00FF00FF), (4, 0x0F0F0F0F), (2, 0x11111111)),
-    1: ((12, 0x000F000F), (6, 0x03030303), (3, 0x11111111)),
+    4: (),
+    2: ((8, 0x00FF00FF), (4, 0x0F0F0F0F)),
+    1: ((12, 0x000F000F), (6, 0x03030303)),
 }
-
+_BYTES = 0x01010101
 # Few words have more outliers than this.
 _FEW = 2
 
@@ -325,14 +326,14 @@ class _Bands:
     mask = _both(w, self.span.is_inside, words.is_inside)
     planes = [plgpu.load(plane.at[where], mask=mask, other=0).astype(jnp.uint32)
               for plane in w.planes]
-    escapes = rank = most = None
+    codes, escapes, rank, most = _codes(w, planes), None, None, None
     if w.outliers is not None:
-      escapes = _escapes(w, planes)
+      escapes = _escapes(w, codes)
       # Triton counts no bits: the sum of the nibbles ends up in the highest.
       counts = (escapes * jnp.uint32(0x11111111) >> jnp.uint32(28)).astype(
           jnp.int32)
       rank, base, most = self._ranks(w, counts, base)
-    return _Block(self, words, _as_stored(w, self.shard, in_shard), planes,
+    return _Block(self, words, _as_stored(w, self.shard, in_shard), codes,
                   escapes, rank, most), base
 
   def scale(self, w: Packed):
@@ -372,7 +373,7 @@ class _Block:
   Attributes:
     bands, words: which.
     shard: indices into the first two dimensions of the outliers.
-    planes: uint32.
+    codes: see `_codes`.
     escapes: uint32, see `_escapes`; None without outliers, as are the next.
     rank: int32, of the word's first outlier.
     most: of a word's escapes there are no more.
@@ -381,14 +382,15 @@ class _Block:
   bands: _Bands
   words: _Span
   shard: tuple[jax.Array, jax.Array]
-  planes: list[jax.Array]
+  codes: list[jax.Array]
   escapes: jax.Array | None
   rank: jax.Array | None
   most: jax.Array | None
 
   def centroids(self, w: Packed, place: int) -> jax.Array:
     """Float32: the codebook's entries at a place, 0 for an escape."""
-    return plgpu.load(w.codebook.at[_codes(w, self.planes, place)])
+    code = self.codes[place % 2] >> jnp.uint32(place // 2 * 8) & jnp.uint32(255)
+    return plgpu.load(w.codebook.at[code.astype(jnp.int32)])
 
   def weights(self, w: Packed) -> Iterator[jax.Array]:
     """Float32, place by place: scaled, and with the outliers."""
@@ -441,42 +443,36 @@ class _Block:
                       other=0).astype(jnp.float32)
 
 
-def _codes(w: Packed, planes, place: int) -> jax.Array:
-  """int32, the codes at a place of words."""
-  codes, below = None, 0
-  for plane, width in zip(planes, w.widths):
-    # From its place in the word to its place in the code.
-    shift = place * width - below
-    part = (plane >> jnp.uint32(shift) if shift >= 0
-            else plane << jnp.uint32(-shift))
-    part &= jnp.uint32(((1 << width) - 1) << below)
-    codes = part if codes is None else codes | part
-    below += width
-  return codes.astype(jnp.int32)
-
-
-def _escapes(w: Packed, planes) -> jax.Array:
-  """uint32: bit 4 s is set where the code at place s is the escape."""
-  found, escape = None, w.num_codes - 1
-  for plane, width in zip(planes, w.widths):
-    part = escape & ((1 << width) - 1)
-    escape >>= width
-    matches = _matches(plane, width, part)
-    found = matches if found is None else found & matches
-  return found
-
-
-def _matches(plane: jax.Array, width: int, value: int) -> jax.Array:
-  """uint32: bit 4 s is set where the field at place s has a value."""
+def _codes(w: Packed, planes) -> list[jax.Array]:
+  """Twice uint32, a byte per code: of the even places, of the odd places."""
   u = jnp.uint32
-  other = ~value & ((1 << width) - 1)
-  ones = plane ^ u(sum(other << place * width for place in range(WORD)))
-  for shift in (1, 2)[:width // 2]:
-    ones &= ones >> u(shift)
-  # Eight fields of 4, 2 or 1 bits become eight of 4, by halves.
-  for shift, mask in _SPREAD[width]:
-    ones = (ones | ones << u(shift)) & u(mask) if shift else ones & u(mask)
-  return ones
+  codes, below = [None, None], 0
+  for plane, width in zip(planes, w.widths):
+    for shift, mask in _SPREAD[width]:
+      plane = (plane | plane << u(shift)) & u(mask)
+    for odd in range(2):
+      # From their place in the byte to their place in the code.
+      shift = odd * width - below
+      part = (plane >> u(shift) if shift >= 0 else plane << u(-shift))
+      part &= u(_BYTES * (((1 << width) - 1) << below))
+      codes[odd] = part if codes[odd] is None else codes[odd] | part
+    below += width
+  return codes
+
+
+def _escapes(w: Packed, codes) -> jax.Array:
+  """uint32: bit 4 s is set where the code at place s is the escape."""
+  u, escape = jnp.uint32, w.num_codes - 1
+  tops = []
+  for part in codes:
+    if w.bits < 8:
+      # No code is above the escape: it alone reaches a byte's highest bit.
+      tops.append(part + u(_BYTES * (128 - escape)))
+    else:
+      ones = part ^ u(_BYTES * (255 - escape))
+      tops.append(ones & (ones & u(_BYTES * 127)) + u(_BYTES))
+  even, odd = tops
+  return even >> u(7) & u(_BYTES) | odd >> u(3) & u(_BYTES << 4)
 
 
 def _tiles(w: Packed, shard, part, parts: int):
