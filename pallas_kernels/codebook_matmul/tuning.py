@@ -55,7 +55,7 @@ BATCH_1 = Tuning(
 SMALL = Tuning(
     rows=16, bands=1, words=32, programs=1056, num_warps=4, num_stages=1)
 LARGE = Tuning(
-    rows=64, bands=2, words=32, programs=264, num_warps=4, num_stages=1)
+    rows=128, bands=2, words=32, programs=264, num_warps=8, num_stages=1)
 TRANSPOSED_1 = Tuning(
     rows=1, bands=1, words=16, programs=1056, num_warps=4, num_stages=1)
 TRANSPOSED_SMALL = Tuning(
@@ -63,7 +63,7 @@ TRANSPOSED_SMALL = Tuning(
 TRANSPOSED_LARGE = Tuning(
     rows=64, bands=1, words=16, programs=264, num_warps=4, num_stages=1)
 LOOKUP = Tuning(
-    rows=1, bands=1, words=16, programs=1, num_warps=4, num_stages=1)
+    rows=1, bands=1, words=16, programs=1, num_warps=2, num_stages=1)
 
 
 def default(rows: int, is_transposed: bool = False) -> Tuning:

@@ -16,7 +16,7 @@ import pytest
 
 from legolm_jax import packing, sharding
 from legolm_jax.array import Storage
-from pallas_kernels.codebook_matmul import api, packed, tuning
+from pallas_kernels.codebook_matmul import api, kernel, packed, tuning
 from tests.helpers import devices
 from tests.kernels import matrices
 
@@ -183,6 +183,23 @@ class CornersTest(parameterized.TestCase):
                  "tiles_per_section"):
       self.assertEqual(getattr(found, name), getattr(layout, name), name)
     self.assertEqual(found.nbytes, array.nbytes)
+
+
+class TrafficTest(absltest.TestCase):
+
+  def test_counted_by_hand(self):
+    # Eight sections of 64 outputs and of 128 inputs: 16 bands, 8 tiles each.
+    array, _ = matrices.random(0, 512, 1024, 64, escapes=0.01)
+    w = packed.Packed.of(array)
+    config = dataclasses.replace(tuning.SMALL, programs=64)
+    found = kernel.traffic(w, 2, 2, config)
+    num_outliers = array.outliers.size
+    codes = 512 * 1024 * 6 // 8 + 4 * 64 + 2 * num_outliers
+    x, y = 2 * 1024 * 2, 2 * 512 * 2
+    self.assertEqual(found.floor, codes + 4 * 16 * 8 + x + y)
+    # 64 programs are 16 bands times four parts, that begin at a tile each.
+    self.assertEqual(
+        found.moved, codes + 4 * 16 * 4 + 3 * x + 2 * 4 * 2 * 512 * 4 + y)
 
 
 class GradientTest(parameterized.TestCase):
