@@ -1,0 +1,1 @@
+"""Kernels for GPUs: plain arrays in, plain arrays out."""

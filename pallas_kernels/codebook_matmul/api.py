@@ -1,0 +1,175 @@
+"""Products with compressed matrices, whose dense weights are never stored.
+
+    y = x @ W              codebook_matmul
+    z = y @ W^T            codebook_matmul_transposed
+    W                      codebook_lookup
+
+where W is [in, out] whatever the storage. Each of the products is the other's
+gradient with respect to its first operand; the matrix is a constant. Inside
+`shard_map` (with `check_vma=False`: Pallas doesn't say what varies) a shard of a
+matrix is a matrix. On a GPU, Pallas kernels run, and elsewhere plain jnp.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.codebook_matmul import kernel, reference, tuning
+from pallas_kernels.codebook_matmul.packed import CompressedMatrix, Packed
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_IMPLEMENTATIONS = (None, "pallas", "reference")
+
+
+def codebook_matmul(
+    x: jax.Array, w: CompressedMatrix, *, dtype=None,
+    implementation: str | None = None, interpret: bool = False,
+    config: tuning.Tuning | None = None) -> jax.Array:
+  """Multiplies rows by a compressed matrix: over its inputs.
+
+  Args:
+    x: [..., in] of float32, bfloat16 or float16.
+    w: a matrix of `in` inputs and `out` outputs, in either storage.
+    dtype: of the product, by default that of `x`. Sums are float32, and a weight
+      is rounded to the dtype of `x` before it is multiplied, if at all.
+    implementation: "pallas", "reference", or None for Pallas where the program
+      is compiled for an NVIDIA GPU and the reference elsewhere.
+    interpret: whether Pallas interprets its kernel, which runs anywhere; for
+      tests.
+    config: of the kernel, by default by the number of rows.
+
+  Returns:
+    [..., out].
+
+  Raises:
+    ValueError: if shapes, dtypes or the pieces of `w` don't fit together.
+  """
+  return _product(x, w, dtype, implementation, interpret, config, False)
+
+
+def codebook_matmul_transposed(
+    y: jax.Array, w: CompressedMatrix, *, dtype=None,
+    implementation: str | None = None, interpret: bool = False,
+    config: tuning.Tuning | None = None) -> jax.Array:
+  """Multiplies rows by a compressed matrix's transpose: over its outputs.
+
+  Args:
+    y: [..., out].
+    w, dtype, implementation, interpret, config: as of `codebook_matmul`.
+
+  Returns:
+    [..., in].
+
+  Raises:
+    ValueError: as `codebook_matmul`.
+  """
+  return _product(y, w, dtype, implementation, interpret, config, True)
+
+
+def codebook_lookup(
+    w: CompressedMatrix, *, dtype=None, implementation: str | None = None,
+    interpret: bool = False, config: tuning.Tuning | None = None) -> jax.Array:
+  """The dense matrix.
+
+  Args:
+    w: a compressed matrix.
+    dtype: of the result, by default `w.dtype`. Centroid times scale is computed
+      in float32 and rounded once.
+    implementation, interpret, config: as of `codebook_matmul`.
+
+  Returns:
+    [out, in] or [in, out], as `w` is stored.
+
+  Raises:
+    ValueError: as `codebook_matmul`.
+  """
+  _check_implementation(implementation)
+  dtype = jnp.dtype(dtype or w.dtype)
+  _check_dtype("the result", dtype)
+  packed = jax.lax.stop_gradient(Packed.of(w))
+  config = config or tuning.LOOKUP
+  config.check(is_transposed=True)
+  return _pick(
+      implementation, interpret,
+      functools.partial(kernel.lookup, dtype=dtype, config=config),
+      lambda w: reference.lookup(w).astype(dtype), packed)
+
+
+def _product(x, w, dtype, implementation, interpret, config, is_transposed):
+  _check_implementation(implementation)
+  name = "y" if is_transposed else "x"
+  _check_dtype(name, x.dtype)
+  dtype = jnp.dtype(dtype or x.dtype)
+  _check_dtype("the product", dtype)
+  packed = Packed.of(w)
+  size, dimension = ((packed.out, "out") if is_transposed
+                     else (packed.inputs, "in"))
+  if x.ndim < 1 or x.shape[-1] != size:
+    raise ValueError(
+        f"{name}: expected [..., {dimension}] with {dimension} {size} for "
+        f"a matrix of {packed.inputs} inputs and {packed.out} outputs, found "
+        f"{list(x.shape)}")
+  rows = x.reshape(-1, size)
+  config = config or tuning.default(rows.shape[0], is_transposed)
+  config.check(is_transposed)
+  other = packed.inputs if is_transposed else packed.out
+  if not rows.shape[0]:
+    return jnp.zeros((*x.shape[:-1], other), dtype)
+  found = _matmul(rows, packed, dtype, is_transposed, implementation,
+                  interpret, config)
+  return found.reshape(*x.shape[:-1], other)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
+def _matmul(x, w, dtype, is_transposed, implementation, interpret, config):
+  """[m, in] to [m, out] or, transposed, back."""
+  if is_transposed:
+    fast, slow = kernel.matmul_transposed, reference.matmul_transposed
+  else:
+    fast, slow = kernel.matmul, reference.matmul
+  found = _pick(implementation, interpret,
+                functools.partial(fast, config=config), slow, x, w)
+  return found.astype(dtype)
+
+
+def _matmul_forward(x, w, *static):
+  # The dtype travels as that of an array.
+  return _matmul(x, w, *static), (w, jnp.zeros((), x.dtype))
+
+
+def _matmul_backward(dtype, is_transposed, implementation, interpret, config,
+                     saved, gradient):
+  del dtype, config
+  w, like = saved
+  rows = gradient.shape[0]
+  config = tuning.default(rows, not is_transposed)
+  back = _matmul(gradient, w, like.dtype, not is_transposed, implementation,
+                 interpret, config)
+  return back, None
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def _pick(implementation, interpret, fast, slow, *operands):
+  fast = functools.partial(fast, interpret=interpret)
+  if implementation == "reference":
+    return slow(*operands)
+  if implementation == "pallas" or interpret:
+    return fast(*operands)
+  return jax.lax.platform_dependent(*operands, cuda=fast, default=slow)
+
+
+def _check_implementation(implementation) -> None:
+  if implementation not in _IMPLEMENTATIONS:
+    raise ValueError(f"implementation: expected one of {_IMPLEMENTATIONS}, "
+                     f"found {implementation!r}")
+
+
+def _check_dtype(name: str, dtype) -> None:
+  if dtype not in _DTYPES:
+    raise ValueError(
+        f"dtype of {name}: expected one of {_DTYPES}, found {dtype}")

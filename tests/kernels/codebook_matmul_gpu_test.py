@@ -1,0 +1,90 @@
+"""The codebook kernels compiled for an H100: registers, spills, what is stored."""
+
+import functools
+import math
+
+from absl.testing import absltest, parameterized
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import pytest
+
+from legolm_jax.array import Storage
+from pallas_kernels.codebook_matmul import api, shapes
+from tests.helpers import devices, gpu_program
+from tests.kernels import matrices, ptxas
+
+devices.use_virtual_devices()
+
+_SHAPE = next(s for s in shapes.QWEN2_5_7B if s.name == "gate")
+
+
+@functools.cache
+def _on_gpu() -> NamedSharding:
+  return NamedSharding(gpu_program.h100_mesh((1,), ("x",)), PartitionSpec())
+
+
+def _x(*shape):
+  return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=_on_gpu())
+
+
+def _matrix(storage, bits, **options):
+  return ptxas.shapes_on(
+      matrices.abstract(_SHAPE.out, _SHAPE.inputs, 1 << bits, storage=storage,
+                        **options), _on_gpu())
+
+
+@pytest.mark.cuda_plugin
+@absltest.skipUnless(ptxas.can_compile(), "needs jax's CUDA plugin and ptxas")
+class CodebookMatmulOnGpuTest(parameterized.TestCase):
+
+  def compile(self, function, *args):
+    return ptxas.compile_for_gpu(jax.jit(function), *args)
+
+  def check(self, needs):
+    """Nothing spills, and a multiprocessor holds 8 warps or more."""
+    self.assertEqual(needs.spilled_bytes, 0)
+    warps = (1 << 16) // (needs.registers * needs.threads) * needs.threads // 32
+    self.assertGreaterEqual(warps, 8)
+    self.assertBetween(needs.shared_bytes, 0, 100 << 10)
+
+  @parameterized.product(
+      rows=(1, 16, 256), storage=tuple(Storage), bits=(6, 7, 8))
+  def test_matmul(self, rows, storage, bits):
+    kernels, program = self.compile(
+        api.codebook_matmul, _x(rows, _SHAPE.inputs), _matrix(storage, bits))
+    self.check(kernels["codebook_matmul"])
+    # No array in memory has as many elements as the dense weight.
+    sizes = [math.prod(dims) for lines in program.computations.values()
+             for line in lines for _, dims in line.shapes]
+    self.assertLess(max(sizes), _SHAPE.out * _SHAPE.inputs // 7)
+
+  @parameterized.product(
+      rows=(1, 16, 256), storage=tuple(Storage), bits=(6, 7, 8))
+  def test_transposed(self, rows, storage, bits):
+    kernels, _ = self.compile(
+        api.codebook_matmul_transposed, _x(rows, _SHAPE.out),
+        _matrix(storage, bits))
+    self.check(kernels["codebook_matmul_transposed"])
+
+  @parameterized.product(storage=tuple(Storage), bits=(6, 7, 8))
+  def test_lookup(self, storage, bits):
+    kernels, _ = self.compile(api.codebook_lookup, _matrix(storage, bits))
+    self.check(kernels["codebook_lookup"])
+
+  def test_without_scale_or_outliers(self):
+    for options in (dict(scaled=False), dict(escapes=None)):
+      kernels, _ = self.compile(
+          api.codebook_matmul, _x(1, _SHAPE.inputs),
+          _matrix(Storage.OUT_IN, 6, **options))
+      self.check(kernels["codebook_matmul"])
+
+  def test_gradient(self):
+    kernels, _ = self.compile(
+        jax.grad(lambda x, w: jnp.sum(api.codebook_matmul(x, w)).astype(
+            jnp.float32)), _x(16, _SHAPE.inputs), _matrix(Storage.IN_OUT, 6))
+    self.assertContainsSubset({"codebook_matmul_transposed"}, kernels)
+
+
+if __name__ == "__main__":
+  absltest.main()
