@@ -1,0 +1,1 @@
+"""Kernels under both systems: plain arrays in, plain arrays out."""
