@@ -97,16 +97,31 @@ def _blocks_with_rows(sizes: Sizes, tile: Tile, suffix_lengths):
   return order, jnp.sum(valid, axis=1, dtype=jnp.int32)
 
 
-def _grad_scores(scores, mask, rows, grad, v, logsumexp, delta):
-  """Probabilities and the gradient of the scores, float32 [rows, keys]."""
-  mask &= rows.valid[:, None]
-  probs = jnp.where(mask, jnp.exp(scores - logsumexp[:, None]), 0)
-  grad_probs = blocks.dot(grad, v, trans_b=True)
-  return probs, jnp.where(mask, probs * (grad_probs - delta[:, None]), 0)
+def _grad_scores(scores, mask, logsumexp, grad_probs, delta):
+  """Probabilities and the gradient of the scores, both like the scores."""
+  probs = jnp.where(mask, jnp.exp(scores - logsumexp), 0)
+  return probs, jnp.where(mask, probs * (grad_probs - delta), 0)
 
 
 def _row_numbers(ref, rows: blocks.Rows):
   return plgpu.load(ref.at[rows.place], mask=rows.valid, other=0)
+
+
+def _add_rows(carry, sizes: Sizes, rows, mask, scores, q, v, grad_ref,
+              logsumexp_ref, delta_ref, dims, real):
+  """Gradients of keys and values [keys, D] with what some rows add to them.
+
+  Scores, before scaling, and mask are [keys, rows]: transposed, they are the
+  left sides of the products that follow, and need not move.
+  """
+  grad_k, grad_v = carry
+  grad = blocks.load(grad_ref, rows.place, dims, rows.valid, real)
+  probs, grad_scores = _grad_scores(
+      scores * sizes.scale, mask, _row_numbers(logsumexp_ref, rows)[None, :],
+      blocks.dot(v, grad, trans_b=True),
+      _row_numbers(delta_ref, rows)[None, :])
+  return (grad_k + blocks.dot(grad_scores.astype(q.dtype), q),
+          grad_v + blocks.dot(probs.astype(v.dtype), grad))
 
 
 def _grad_q_kernel(q_ref, prefix_k_ref, prefix_v_ref, suffix_k_ref,
@@ -119,18 +134,19 @@ def _grad_q_kernel(q_ref, prefix_k_ref, prefix_v_ref, suffix_k_ref,
   dims, real = blocks.dims(sizes)
   q = blocks.load(q_ref, rows.place, dims, rows.valid, real)
   grad = blocks.load(grad_ref, rows.place, dims, rows.valid, real)
-  logsumexp = _row_numbers(logsumexp_ref, rows)
-  delta = _row_numbers(delta_ref, rows)
+  logsumexp = _row_numbers(logsumexp_ref, rows)[:, None]
+  delta = _row_numbers(delta_ref, rows)[:, None]
   steps = jnp.arange(tile.keys, dtype=jnp.int32)
 
   def through_prefix(i, total):
     keys = i * tile.keys + steps
     seen = keys < prefix_length_ref[...]
-    k = blocks.load(prefix_k_ref, dims, keys, real, seen)
-    v = blocks.load(prefix_v_ref, keys, dims, seen, real)
+    inside = blocks.inside(keys, sizes.prefix)
+    k = blocks.load(prefix_k_ref, dims, keys, real, inside)
+    v = blocks.load(prefix_v_ref, keys, dims, inside, real)
     _, grad_scores = _grad_scores(
-        blocks.dot(q, k) * sizes.scale, seen[None, :], rows, grad, v,
-        logsumexp, delta)
+        blocks.dot(q, k) * sizes.scale, seen[None, :] & rows.valid[:, None],
+        logsumexp, blocks.dot(grad, v, trans_b=True), delta)
     return total + blocks.dot(grad_scores.astype(k.dtype), k, trans_b=True)
 
   def through_suffix(i, total):
@@ -138,8 +154,8 @@ def _grad_q_kernel(q_ref, prefix_k_ref, prefix_v_ref, suffix_k_ref,
     k = blocks.load(suffix_k_ref, keys, dims, keys < sizes.tokens, real)
     v = blocks.load(suffix_v_ref, keys, dims, keys < sizes.tokens, real)
     _, grad_scores = _grad_scores(
-        blocks.dot(q, k, trans_b=True) * sizes.scale, rows.sees(keys), rows,
-        grad, v, logsumexp, delta)
+        blocks.dot(q, k, trans_b=True) * sizes.scale, rows.sees(keys),
+        logsumexp, blocks.dot(grad, v, trans_b=True), delta)
     return total + blocks.dot(grad_scores.astype(k.dtype), k)
 
   first, last = kernel.span(rows)
@@ -162,33 +178,29 @@ def _grad_prefix_kernel(q_ref, prefix_k_ref, prefix_v_ref, suffix_k_ref,
   del suffix_k_ref, suffix_v_ref
   keys = pl.program_id(0) * tile.keys + jnp.arange(tile.keys, dtype=jnp.int32)
   kv_head = pl.program_id(1)
-  seen, exists = keys < prefix_length_ref[...], keys < sizes.prefix
+  seen = keys < prefix_length_ref[...]
+  inside = blocks.inside(keys, sizes.prefix)
   dims, real = blocks.dims(sizes)
-  k = blocks.load(prefix_k_ref, dims, keys, real, seen)
-  v = blocks.load(prefix_v_ref, keys, dims, seen, real)
+  k = blocks.load(prefix_k_ref, dims, keys, real, inside)
+  v = blocks.load(prefix_v_ref, keys, dims, inside, real)
   count = sizes.row_block(tile.rows)
 
   def through_rows(i, carry):
-    grad_k, grad_v = carry
     rows = blocks.rows_at(sizes, order_ref[i] * count, count, kv_head,
                           suffix_lengths_ref)
     q = blocks.load(q_ref, rows.place, dims, rows.valid, real)
-    grad = blocks.load(grad_ref, rows.place, dims, rows.valid, real)
-    probs, grad_scores = _grad_scores(
-        blocks.dot(q, k) * sizes.scale, seen[None, :], rows, grad, v,
-        _row_numbers(logsumexp_ref, rows), _row_numbers(delta_ref, rows))
-    grad_v += blocks.dot(probs.astype(v.dtype), grad, trans_a=True)
-    grad_k += blocks.dot(q, grad_scores.astype(q.dtype), trans_a=True)
-    return grad_k, grad_v
+    scores = blocks.dot(k, q, trans_a=True, trans_b=True)
+    return _add_rows(
+        carry, sizes, rows, seen[:, None] & rows.valid[None, :], scores, q, v,
+        grad_ref, logsumexp_ref, delta_ref, dims, real)
 
   # Keys past the prefix get zeros.
   anything = pl.program_id(0) * tile.keys < prefix_length_ref[...]
+  zeros = jnp.zeros((tile.keys, dims.size), jnp.float32)
   grad_k, grad_v = jax.lax.fori_loop(
-      0, jnp.where(anything, count_ref[...], 0), through_rows,
-      (jnp.zeros((dims.size, tile.keys), jnp.float32),
-       jnp.zeros((tile.keys, dims.size), jnp.float32)))
-  blocks.store(grad_k_ref, dims, keys, grad_k * sizes.scale, real, exists)
-  blocks.store(grad_v_ref, keys, dims, grad_v, exists, real)
+      0, jnp.where(anything, count_ref[...], 0), through_rows, (zeros, zeros))
+  blocks.store(grad_k_ref, dims, keys, grad_k.T * sizes.scale, real, inside)
+  blocks.store(grad_v_ref, keys, dims, grad_v, inside, real)
 
 
 def _grad_suffix_kernel(q_ref, prefix_k_ref, prefix_v_ref, suffix_k_ref,
@@ -211,18 +223,13 @@ def _grad_suffix_kernel(q_ref, prefix_k_ref, prefix_v_ref, suffix_k_ref,
   begin = first * sizes.group
 
   def through_rows(i, carry):
-    grad_k, grad_v = carry
     rows = blocks.rows_at(sizes, begin + i * count, count, kv_head,
                           suffix_lengths_ref)
     q = blocks.load(q_ref, rows.place, dims, rows.valid, real)
-    grad = blocks.load(grad_ref, rows.place, dims, rows.valid, real)
-    probs, grad_scores = _grad_scores(
-        blocks.dot(q, k, trans_b=True) * sizes.scale, rows.sees(keys), rows,
-        grad, v, _row_numbers(logsumexp_ref, rows),
-        _row_numbers(delta_ref, rows))
-    grad_v += blocks.dot(probs.astype(v.dtype), grad, trans_a=True)
-    grad_k += blocks.dot(grad_scores.astype(q.dtype), q, trans_a=True)
-    return grad_k, grad_v
+    scores = blocks.dot(k, q, trans_b=True)
+    return _add_rows(
+        carry, sizes, rows, rows.seen_by(keys), scores, q, v, grad_ref,
+        logsumexp_ref, delta_ref, dims, real)
 
   zeros = jnp.zeros((tile.keys, dims.size), jnp.float32)
   grad_k, grad_v = jax.lax.fori_loop(

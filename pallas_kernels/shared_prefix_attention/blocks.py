@@ -88,6 +88,12 @@ class Rows:
     return valid & (keys >= self.start[:, None]) & (
         keys <= self.token[:, None])
 
+  def seen_by(self, keys: jax.Array) -> jax.Array:
+    """bool [keys, rows]: the same, transposed."""
+    keys, valid = keys[:, None], self.valid[None, :]
+    return valid & (keys >= self.start[None, :]) & (
+        keys <= self.token[None, :])
+
 
 def rows_at(sizes: Sizes, first, count: int, kv_head, lengths_ref) -> Rows:
   """`count` rows from `first` on; lengths_ref int32 [G]."""
@@ -132,6 +138,16 @@ def store(ref, down: jax.Array, across: jax.Array, value, rows=None,
     mask &= columns[None, :]
   plgpu.store(ref.at[*at, down[:, None], across[None, :]],
               value.astype(ref.dtype), mask=mask)
+
+
+def inside(keys: jax.Array, size: int):
+  """Which of a tile's keys, from a multiple of its size on, an array holds.
+
+  None where all are. Loads are masked with this, not with a length: keys lie
+  side by side in memory, and a bound that the compiler doesn't know would have
+  them loaded one by one.
+  """
+  return None if size % keys.size == 0 else keys < size
 
 
 def dims(sizes: Sizes):

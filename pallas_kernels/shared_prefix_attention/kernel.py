@@ -60,8 +60,9 @@ def _forward_kernel(q_ref, prefix_k_ref, prefix_v_ref, suffix_k_ref,
   def through_prefix(i, carry):
     keys = i * tile.keys + steps
     seen = keys < prefix_length_ref[...]
-    k = blocks.load(prefix_k_ref, dims, keys, real, seen)
-    v = blocks.load(prefix_v_ref, keys, dims, seen, real)
+    inside = blocks.inside(keys, sizes.prefix)
+    k = blocks.load(prefix_k_ref, dims, keys, real, inside)
+    v = blocks.load(prefix_v_ref, keys, dims, inside, real)
     scores = blocks.dot(q, k) * sizes.scale
     return blocks.absorb(
         carry, jnp.where(seen[None, :], scores, blocks.MASKED), v)
@@ -182,7 +183,7 @@ def _decode_kernel(q_ref, prefix_k_ref, prefix_v_ref, suffix_k_ref,
   dims, real = blocks.dims(sizes)
   steps = jnp.arange(tile.keys, dtype=jnp.int32)
 
-  def attend(part, row, exists, start, length, load):
+  def attend(part, row, exists, start, length, size, load):
     """Rows [rows] against keys from `start` on, as a part of the output."""
     sample = jax.lax.div(row, jnp.int32(sizes.group))
     place = (sample * sizes.heads + kv_head * sizes.group
@@ -192,7 +193,7 @@ def _decode_kernel(q_ref, prefix_k_ref, prefix_v_ref, suffix_k_ref,
     def body(i, carry):
       keys = start + i * tile.keys + steps
       seen = keys < length
-      k, v = load(keys, seen)
+      k, v = load(keys, blocks.inside(keys, size))
       scores = blocks.dot(q, k) * sizes.scale
       return blocks.absorb(
           carry, jnp.where(seen[None, :], scores, blocks.MASKED), v)
@@ -211,18 +212,18 @@ def _decode_kernel(q_ref, prefix_k_ref, prefix_v_ref, suffix_k_ref,
     row = (program - part * cut.row_blocks) * cut.row_block + jnp.arange(
         cut.row_block, dtype=jnp.int32)
     attend(part, row, row < cut.rows, part * cut.split,
-           prefix_length_ref[...], lambda keys, seen: (
-               blocks.load(prefix_k_ref, dims, keys, real, seen),
-               blocks.load(prefix_v_ref, keys, dims, seen, real)))
+           prefix_length_ref[...], sizes.prefix, lambda keys, inside: (
+               blocks.load(prefix_k_ref, dims, keys, real, inside),
+               blocks.load(prefix_v_ref, keys, dims, inside, real)))
 
   @pl.when(program >= cut.prefix_programs)
   def _():
     part = jax.lax.div(program - cut.prefix_programs, jnp.int32(sizes.samples))
     sample = program - cut.prefix_programs - part * sizes.samples
     head = jnp.arange(blocks.power_of_two(sizes.group), dtype=jnp.int32)
+    at = (sample,)
     attend(cut.prefix_parts + part, sample * sizes.group + head,
            head < sizes.group, part * cut.split, suffix_lengths_ref[sample],
-           lambda keys, seen: (
-               blocks.load(suffix_k_ref, dims, keys, real, seen, at=(sample,)),
-               blocks.load(suffix_v_ref, keys, dims, seen, real,
-                           at=(sample,))))
+           sizes.suffix, lambda keys, inside: (
+               blocks.load(suffix_k_ref, dims, keys, real, inside, at),
+               blocks.load(suffix_v_ref, keys, dims, inside, real, at)))

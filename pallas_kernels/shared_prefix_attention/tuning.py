@@ -70,25 +70,28 @@ class Tuning:
 
 def default(head_dim: int, dtype: jax.typing.DTypeLike) -> Tuning:
   """Tiles that fit an H100's registers, by size of head and of number."""
+  small = head_dim <= 64
   if jnp.dtype(dtype).itemsize == 4:
     # Products in full float32 run without tensor cores, operands in registers.
-    tile = Tile(rows=32, keys=32, num_warps=4, num_stages=2)
+    tile = Tile(rows=32, keys=32, num_warps=8, num_stages=2)
     return Tuning(
-        forward=tile, grad_q=tile, grad_prefix=tile, grad_suffix=tile,
+        forward=Tile(rows=32 if small else 16, keys=32, num_warps=4,
+                     num_stages=2),
+        grad_q=tile, grad_prefix=tile, grad_suffix=tile,
         decode=DecodeTile(rows=32, keys=32, num_warps=4, num_stages=2,
                           programs=264, split=128))
-  if head_dim <= 64:
+  decode = DecodeTile(rows=64, keys=64, num_warps=4, num_stages=3,
+                      programs=264, split=128)
+  if small:
     return Tuning(
-        forward=Tile(rows=128, keys=64, num_warps=4, num_stages=3),
-        grad_q=Tile(rows=128, keys=64, num_warps=8, num_stages=2),
+        forward=Tile(rows=128, keys=64, num_warps=8, num_stages=3),
+        grad_q=Tile(rows=128, keys=64, num_warps=8, num_stages=3),
         grad_prefix=Tile(rows=64, keys=128, num_warps=8, num_stages=2),
-        grad_suffix=Tile(rows=64, keys=128, num_warps=8, num_stages=2),
-        decode=DecodeTile(rows=64, keys=64, num_warps=4, num_stages=3,
-                          programs=264, split=128))
+        grad_suffix=Tile(rows=32, keys=128, num_warps=8, num_stages=2),
+        decode=decode)
   return Tuning(
-      forward=Tile(rows=128, keys=64, num_warps=8, num_stages=2),
-      grad_q=Tile(rows=64, keys=64, num_warps=8, num_stages=2),
-      grad_prefix=Tile(rows=64, keys=64, num_warps=8, num_stages=2),
-      grad_suffix=Tile(rows=64, keys=64, num_warps=8, num_stages=2),
-      decode=DecodeTile(rows=64, keys=64, num_warps=4, num_stages=3,
-                        programs=264, split=128))
+      forward=Tile(rows=128, keys=64, num_warps=8, num_stages=3),
+      grad_q=Tile(rows=128, keys=64, num_warps=8, num_stages=2),
+      grad_prefix=Tile(rows=32, keys=128, num_warps=8, num_stages=2),
+      grad_suffix=Tile(rows=32, keys=128, num_warps=8, num_stages=2),
+      decode=decode)
