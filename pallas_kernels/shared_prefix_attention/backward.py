@@ -59,14 +59,15 @@ def backward(sizes: Sizes, tuning: Tuning, operands, out, logsumexp, grad, *,
   tile = tuning.grad_q
   grad_q = blocks.call(
       _grad_q_kernel, sizes, tile,
-      pl.cdiv(sizes.rows, sizes.row_block(tile.rows)), "shared_prefix_grad_q",
-      interpret, in_specs=specs, out_specs=specs[0], out_shape=like(0),
+      (pl.cdiv(sizes.rows, sizes.row_block(tile.rows)), sizes.kv_heads),
+      "shared_prefix_grad_q", interpret, in_specs=specs, out_specs=specs[0], out_shape=like(0),
   )(*operands)
 
   tile = tuning.grad_prefix
   order, count = _blocks_with_rows(sizes, tile, suffix_lengths)
   grad_prefix = blocks.call(
-      _grad_prefix_kernel, sizes, tile, pl.cdiv(sizes.prefix, tile.keys),
+      _grad_prefix_kernel, sizes, tile,
+      (pl.cdiv(sizes.prefix, tile.keys), sizes.kv_heads),
       "shared_prefix_grad_prefix", interpret,
       in_specs=[*specs, blocks.of_prompt(order.shape[1]), blocks.of_prompt()],
       out_specs=specs[1:3], out_shape=[like(1), like(2)],
@@ -74,7 +75,8 @@ def backward(sizes: Sizes, tuning: Tuning, operands, out, logsumexp, grad, *,
 
   tile = tuning.grad_suffix
   grad_suffix = blocks.call(
-      _grad_suffix_kernel, sizes, tile, pl.cdiv(sizes.tokens, tile.keys),
+      _grad_suffix_kernel, sizes, tile,
+      (pl.cdiv(sizes.tokens, tile.keys), sizes.kv_heads),
       "shared_prefix_grad_suffix", interpret,
       in_specs=specs, out_specs=specs[3:5], out_shape=[like(3), like(4)],
   )(*operands)

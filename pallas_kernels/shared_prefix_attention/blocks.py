@@ -202,15 +202,16 @@ def output(shape, dtype, *operands: jax.Array) -> jax.ShapeDtypeStruct:
       manual_axis_type=jax.sharding.ManualAxisType(varying=varying))
 
 
-def call(kernel, sizes: Sizes, tile, grid_size: int, name: str, interpret: bool,
+def call(kernel, sizes: Sizes, tile, grid, name: str, interpret: bool,
          in_specs, out_specs, out_shape):
-  """A pallas_call with a grid of (`grid_size`, K, B).
+  """A pallas_call with a grid of two sizes and B.
 
-  Programs that read the same keys follow one another.
+  The first counts fastest: programs that read the same keys follow one another
+  where the second is K.
   """
   return pl.pallas_call(
       functools.partial(kernel, sizes=sizes, tile=tile),
-      grid=(grid_size, sizes.kv_heads, sizes.prompts),
+      grid=(*grid, sizes.prompts),
       in_specs=in_specs, out_specs=out_specs, out_shape=out_shape,
       compiler_params=plgpu.CompilerParams(
           num_warps=tile.num_warps, num_stages=tile.num_stages),

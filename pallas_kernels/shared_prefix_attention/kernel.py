@@ -31,7 +31,7 @@ def forward(sizes: Sizes, tile: Tile, q, prefix_k, prefix_v, suffix_k,
               prefix_lengths, suffix_lengths)
   out, logsumexp = blocks.call(
       _forward_kernel, sizes, tile,
-      pl.cdiv(sizes.rows, sizes.row_block(tile.rows)),
+      (pl.cdiv(sizes.rows, sizes.row_block(tile.rows)), sizes.kv_heads),
       "shared_prefix_forward", interpret,
       in_specs=[
           blocks.of_prompt(*flat),
@@ -119,9 +119,11 @@ def decode(sizes: Sizes, tile: DecodeTile, q, prefix_k, prefix_v, suffix_k,
       prefix_lengths, suffix_lengths)
   numbers = blocks.output((sizes.prompts, parts, flat[0]), jnp.float32,
                           *operands)
-  out, top, total = blocks.call(
-      _decode_kernel, sizes, tile, cut.programs, "shared_prefix_decode",
-      interpret,
+  by_part = [blocks.of_prompt(parts, *flat), blocks.of_prompt(parts, flat[0]),
+             blocks.of_prompt(parts, flat[0])]
+  split = blocks.call(
+      _decode_kernel, sizes, tile, (cut.programs, sizes.kv_heads),
+      "shared_prefix_decode", interpret,
       in_specs=[
           blocks.of_prompt(*flat),
           blocks.of_kv_head(d, sizes.prefix),
@@ -131,21 +133,19 @@ def decode(sizes: Sizes, tile: DecodeTile, q, prefix_k, prefix_v, suffix_k,
           pl.BlockSpec((None, g, None, sizes.suffix, d),
                        lambda i, k, b: (b, 0, k, 0, 0)),
           blocks.of_prompt(), blocks.of_prompt(g)],
-      out_specs=[blocks.of_prompt(parts, *flat),
-                 blocks.of_prompt(parts, flat[0]),
-                 blocks.of_prompt(parts, flat[0])],
+      out_specs=by_part,
       out_shape=[blocks.output((sizes.prompts, parts, *flat), jnp.float32,
                                *operands), numbers, numbers],
   )(*operands)
-  # Parts without keys have no weight.
-  highest = jnp.max(top, axis=1, keepdims=True)
-  share = jnp.exp(top - highest)
-  total = jnp.sum(total * share, axis=1)
-  sees = total > 0
-  total = jnp.where(sees, total, 1)
-  out = jnp.sum(out * share[..., None], axis=1) / total[..., None]
-  logsumexp = jnp.where(sees, highest[:, 0] + jnp.log(total), -jnp.inf)
-  return out.astype(q.dtype).reshape(q.shape), logsumexp.reshape(q.shape[:-1])
+  out, logsumexp = blocks.call(
+      _join_kernel, sizes, tile, (pl.cdiv(flat[0], tile.join_rows), 1),
+      "shared_prefix_join", interpret, in_specs=by_part,
+      out_specs=[blocks.of_prompt(*flat), blocks.of_prompt(flat[0])],
+      out_shape=[
+          blocks.output((sizes.prompts, *flat), q.dtype, *operands),
+          blocks.output((sizes.prompts, flat[0]), jnp.float32, *operands)],
+  )(*split)
+  return out.reshape(q.shape), logsumexp.reshape(q.shape[:-1])
 
 
 class _Cut:
@@ -227,3 +227,34 @@ def _decode_kernel(q_ref, prefix_k_ref, prefix_v_ref, suffix_k_ref,
            sizes.suffix, lambda keys, inside: (
                blocks.load(suffix_k_ref, dims, keys, real, inside, at),
                blocks.load(suffix_v_ref, keys, dims, inside, real, at)))
+
+
+def _join_kernel(part_ref, top_ref, total_ref, out_ref, logsumexp_ref, *,
+                 sizes: Sizes, tile: DecodeTile):
+  parts = top_ref.shape[0]
+  place = pl.program_id(0) * tile.join_rows + jnp.arange(
+      tile.join_rows, dtype=jnp.int32)
+  exists = place < sizes.samples * sizes.heads
+  dims, real = blocks.dims(sizes)
+  part = jnp.arange(pl.next_power_of_2(parts), dtype=jnp.int32)
+  numbers = lambda ref, other: plgpu.load(
+      ref.at[part[:, None], place[None, :]],
+      mask=(part < parts)[:, None] & exists[None, :], other=other)
+  top = numbers(top_ref, blocks.MASKED)
+  highest = jnp.max(top, axis=0)
+  # Parts without keys have a sum of 0, and so no weight.
+  total = jnp.sum(numbers(total_ref, 0) * jnp.exp(top - highest[None, :]),
+                  axis=0)
+  sees = total > 0
+  total = jnp.where(sees, total, 1)
+
+  def add(i, out):
+    top = plgpu.load(top_ref.at[i, place], mask=exists, other=blocks.MASKED)
+    values = blocks.load(part_ref, place, dims, exists, real, at=(i,))
+    return out + values * (jnp.exp(top - highest) / total)[:, None]
+
+  out = jax.lax.fori_loop(
+      0, parts, add, jnp.zeros((tile.join_rows, dims.size), jnp.float32))
+  blocks.store(out_ref, place, dims, out, exists, real)
+  plgpu.store(logsumexp_ref.at[place],
+              jnp.where(sees, highest + jnp.log(total), -jnp.inf), mask=exists)

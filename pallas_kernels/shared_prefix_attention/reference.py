@@ -32,20 +32,21 @@ def attention(q: jax.Array, prefix_k: jax.Array, prefix_v: jax.Array,
     [B, G, R, H, D] in q's dtype, and float32 [B, G, R, H]. Rows past a suffix's
     length are zeros in both.
   """
-  r, p = q.shape[2], prefix_k.shape[3]
-  place = jnp.arange(r)
+  b, g, r, h, d = q.shape
+  k, p = prefix_k.shape[1], prefix_k.shape[3]
   in_prefix = jnp.arange(p) < prefix_lengths[:, None]  # [B, P]
-  in_suffix = place < suffix_lengths[..., None]  # [B, G, R]
-  causal = place <= place[:, None]  # [R, R]
+  in_suffix = jnp.arange(r) < suffix_lengths[..., None]  # [B, G, R]
+  causal = jnp.tril(jnp.ones((r, r), bool))
+  split = q.reshape(b, g, r, k, h // k, d)
   out, logsumexp = _attend(
-      _split_heads(q, prefix_k.shape[1]),
-      ("bgrkjd,bkdp->bgrkjp", "bgrkjp,bkpd->bgrkjd",
-       prefix_k, prefix_v, in_prefix[:, None, None, None, None, :]),
-      ("bgrkjd,bgskd->bgrkjs", "bgrkjs,bgskd->bgrkjd",
-       suffix_k, suffix_v, causal[:, None, None, :]))
-  out, logsumexp = out.reshape(q.shape), logsumexp.reshape(q.shape[:-1])
+      split.transpose(0, 1, 3, 2, 4, 5).reshape(b, g, k, -1, d),
+      prefix_k, prefix_v, in_prefix[:, None, None, None, :],
+      suffix_k.transpose(0, 1, 3, 4, 2), suffix_v.transpose(0, 1, 3, 2, 4),
+      jnp.repeat(causal, h // k, axis=0))
+  out = out.reshape(b, g, k, r, -1, d).swapaxes(2, 3).reshape(q.shape)
+  logsumexp = logsumexp.reshape(b, g, k, r, -1).swapaxes(2, 3)
   return (jnp.where(in_suffix[..., None, None], out, 0),
-          jnp.where(in_suffix[..., None], logsumexp, 0))
+          jnp.where(in_suffix[..., None], logsumexp.reshape(b, g, r, h), 0))
 
 
 def decode(q: jax.Array, prefix_k: jax.Array, prefix_v: jax.Array,
@@ -66,43 +67,53 @@ def decode(q: jax.Array, prefix_k: jax.Array, prefix_v: jax.Array,
     [B, G, H, D] in q's dtype, and float32 [B, G, H]: the log-sum-exp of the
     scores. Where a query sees no key, zeros, and -inf.
   """
-  b, g = q.shape[:2]
-  p, r = prefix_k.shape[3], suffix_k.shape[3]
+  b, g, h, d = q.shape
+  k, p, r = prefix_k.shape[1], prefix_k.shape[3], suffix_k.shape[3]
   in_prefix = jnp.arange(p) < prefix_lengths[:, None]  # [B, P]
   in_suffix = jnp.arange(r) < suffix_lengths[..., None]  # [B, G, R]
   out, logsumexp = _attend(
-      _split_heads(q, prefix_k.shape[1]),
-      ("bgkjd,bkdp->bgkjp", "bgkjp,bkpd->bgkjd",
-       prefix_k, prefix_v, in_prefix[:, None, None, None, :]),
-      ("bgkjd,bgkdr->bgkjr", "bgkjr,bgkrd->bgkjd",
-       suffix_k.reshape(b, g, *suffix_k.shape[1:]),
-       suffix_v.reshape(b, g, *suffix_v.shape[1:]),
-       in_suffix[:, :, None, None, :]))
+      q.reshape(b, g, k, h // k, d),
+      prefix_k, prefix_v, in_prefix[:, None, None, None, :],
+      suffix_k.reshape(b, g, k, d, r), suffix_v.reshape(b, g, k, r, d),
+      in_suffix[:, :, None, None, :])
   out, logsumexp = out.reshape(q.shape), logsumexp.reshape(q.shape[:-1])
   sees = ((prefix_lengths[:, None] > 0) | (suffix_lengths > 0))[..., None]
   return (jnp.where(sees[..., None], out, 0),
           jnp.where(sees, logsumexp, -jnp.inf))
 
 
-def _split_heads(q, num_kv):
-  """[..., H, D] -> [..., K, H / K, D]."""
-  return q.reshape(*q.shape[:-2], num_kv, -1, q.shape[-1])
+def _attend(q, prefix_k, prefix_v, prefix_mask, suffix_k, suffix_v,
+            suffix_mask):
+  """One softmax over the keys of prefix and suffix, and its log-sum-exp.
 
+  Args:
+    q: [B, G, K, n, D], n queries of a sample and a head of keys and values.
+    prefix_k: [B, K, D, P].
+    prefix_v: [B, K, P, D].
+    prefix_mask: bool, broadcastable to [B, G, K, n, P].
+    suffix_k: [B, G, K, D, R].
+    suffix_v: [B, G, K, R, D].
+    suffix_mask: bool, broadcastable to [B, G, K, n, R].
 
-def _attend(q, *parts):
-  """One softmax over the keys of all parts, and its log-sum-exp.
-
-  A part is (einsum of scores, einsum of values, keys, values, mask).
+  Returns:
+    [B, G, K, n, D] in q's dtype, and float32 [B, G, K, n].
   """
+  p = prefix_k.shape[-1]
   scale = q.shape[-1] ** -0.5
-  scores = []
-  for equation, _, k, _, mask in parts:
-    part = jnp.einsum(equation, q, k, preferred_element_type=jnp.float32)
-    scores.append(jnp.where(mask, part * scale, _MASKED))
-  joined = jnp.concatenate(scores, axis=-1)
-  probs, out, end = jax.nn.softmax(joined, axis=-1), 0.0, 0
-  for (_, equation, _, v, _), part in zip(parts, scores):
-    start, end = end, end + part.shape[-1]
-    out += jnp.einsum(equation, probs[..., start:end].astype(v.dtype), v,
-                      preferred_element_type=jnp.float32)
-  return out.astype(q.dtype), jax.nn.logsumexp(joined, axis=-1)
+  scores = jnp.concatenate([
+      jnp.where(prefix_mask, _by_group(q, prefix_k) * scale, _MASKED),
+      jnp.where(suffix_mask, _product(q, suffix_k) * scale, _MASKED)], axis=-1)
+  probs = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+  out = _by_group(probs[..., :p], prefix_v) + _product(probs[..., p:], suffix_v)
+  return out.astype(q.dtype), jax.nn.logsumexp(scores, axis=-1)
+
+
+def _product(x, y):
+  return jnp.matmul(x, y, preferred_element_type=jnp.float32)
+
+
+def _by_group(x, y):
+  """x [B, G, K, n, a] times y [B, K, a, c]: a group's rows in one product."""
+  b, g, k, n, a = x.shape
+  out = _product(x.swapaxes(1, 2).reshape(b, k, g * n, a), y)
+  return out.reshape(b, k, g, n, -1).swapaxes(1, 2)

@@ -43,10 +43,12 @@ class DecodeTile(Tile):
   Attributes:
     programs: of the kernel in all, about: few prompts are cut into more parts.
     split: keys of a part, at least.
+    join_rows: query rows of a program that joins the parts, a power of two.
   """
 
   programs: int
   split: int
+  join_rows: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,9 +81,9 @@ def default(head_dim: int, dtype: jax.typing.DTypeLike) -> Tuning:
                      num_stages=2),
         grad_q=tile, grad_prefix=tile, grad_suffix=tile,
         decode=DecodeTile(rows=32, keys=32, num_warps=4, num_stages=2,
-                          programs=264, split=128))
+                          programs=132, split=128, join_rows=4))
   decode = DecodeTile(rows=64, keys=64, num_warps=4, num_stages=3,
-                      programs=264, split=128)
+                      programs=132, split=128, join_rows=4)
   if small:
     return Tuning(
         forward=Tile(rows=128, keys=64, num_warps=8, num_stages=3),
