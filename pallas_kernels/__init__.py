@@ -1,1 +1,1 @@
-"""Kernels under both systems: plain arrays in, plain arrays out."""
+"""Kernels for GPUs: plain arrays in, plain arrays out."""

@@ -21,13 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.shared_prefix_attention import (
-  backward,
-  kernel,
-  reference,
+    backward,
+    kernel,
+    reference,
 )
-from pallas_kernels.shared_prefix_attention import (
-  tuning as tuning_lib,
-)
+from pallas_kernels.shared_prefix_attention import tuning as tuning_lib
 from pallas_kernels.shared_prefix_attention.blocks import Sizes
 
 Implementation = Literal["pallas", "reference"]

@@ -159,15 +159,30 @@ class _Cut:
     self.rows = sizes.samples * sizes.group
     self.row_block = min(tile.rows, blocks.power_of_two(self.rows))
     self.row_blocks = pl.cdiv(self.rows, self.row_block)
-    wanted = pl.cdiv(tile.programs,
-                     sizes.prompts * sizes.kv_heads * self.row_blocks)
-    self.split = max(_rounded_up(pl.cdiv(sizes.prefix, wanted), tile.keys),
-                     _rounded_up(tile.split, tile.keys))
+    keys = self.row_blocks * sizes.prefix + sizes.tokens
+    wanted = pl.cdiv(sizes.prompts * sizes.kv_heads * keys, tile.programs)
+    self.split = _rounded_up(max(wanted, tile.split), tile.keys)
     self.prefix_parts = pl.cdiv(sizes.prefix, self.split)
     self.suffix_parts = pl.cdiv(sizes.suffix, self.split)
     self.prefix_programs = self.prefix_parts * self.row_blocks
     self.programs = (
         self.prefix_programs + self.suffix_parts * sizes.samples)
+
+
+def decode_bytes(sizes: Sizes, tile: DecodeTile, itemsize: int = 2) -> int:
+  """What a decode step moves at full lengths, as it is cut.
+
+  To be compared with `shapes.Shape.decode_bytes`, the least that must move.
+  """
+  cut = _Cut(sizes, tile)
+  keys = cut.row_blocks * sizes.prefix + sizes.tokens
+  rows = sizes.samples * sizes.heads
+  parts = cut.prefix_parts + cut.suffix_parts
+  once = (2 * sizes.kv_heads * keys + (parts + 1) * rows) * itemsize
+  # Parts are written and read in float32, with two numbers for each row.
+  between = 2 * 4 * parts * rows
+  return sizes.prompts * (
+      once * sizes.head_dim + between * (sizes.head_dim + 2))
 
 
 def _rounded_up(size: int, to: int) -> int:

@@ -75,10 +75,10 @@ def default(head_dim: int, dtype: jax.typing.DTypeLike) -> Tuning:
   small = head_dim <= 64
   if jnp.dtype(dtype).itemsize == 4:
     # Products in full float32 run without tensor cores, operands in registers.
-    tile = Tile(rows=32, keys=32, num_warps=8, num_stages=2)
+    tile = Tile(rows=32 if small else 16, keys=32, num_warps=8, num_stages=2)
     return Tuning(
-        forward=Tile(rows=32 if small else 16, keys=32, num_warps=4,
-                     num_stages=2),
+        forward=Tile(rows=32, keys=32, num_warps=4, num_stages=2)
+        if small else tile,
         grad_q=tile, grad_prefix=tile, grad_suffix=tile,
         decode=DecodeTile(rows=32, keys=32, num_warps=4, num_stages=2,
                           programs=132, split=128, join_rows=4))

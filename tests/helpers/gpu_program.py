@@ -38,12 +38,16 @@ def h100_mesh(shape: Sequence[int],
   return jax.sharding.Mesh(np.array(found).reshape(shape), axes)
 
 
-def compile_for_gpu(function, *args) -> Program:
-  """Compiles a jitted function for the devices of its arguments' shardings."""
+def compile_for_gpu(function, *args, options=None) -> Program:
+  """Compiles a jitted function for the devices of its arguments' shardings.
+
+  `options` are of the compiler, beside what is needed here.
+  """
   lowered = function.trace(*args).lower(lowering_platforms=("cuda",))
   with deviceless.no_persistent_cache():
     # Autotuning would run kernels.
-    compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+    compiled = lowered.compile(
+        compiler_options={"xla_gpu_autotune_level": 0} | (options or {}))
   return Program(compiled.as_text())
 
 
