@@ -10,7 +10,8 @@ import tempfile
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import pytest
 
 from pallas_kernels.shared_prefix_attention import (

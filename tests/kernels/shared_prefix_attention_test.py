@@ -1,11 +1,13 @@
 """Shared-prefix attention against float64, its kernels in interpret mode."""
 
+import dataclasses
 import functools
 
 from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -133,6 +135,19 @@ class SharedPrefixAttentionTest(parameterized.TestCase):
     for how in ({"implementation": "pallas", "interpret": True},
                 {"implementation": "reference"}):
       getattr(self, f"check_{kind}")(case, jnp.float32, **how)
+
+  def test_padding_before_rows(self):
+    """Blocks without any row come before and between those with some."""
+    tile = tuning.Tile(rows=16, keys=16, num_warps=4, num_stages=2)
+    tiles = dataclasses.replace(
+        tuning.default(8, jnp.float32), forward=tile, grad_q=tile,
+        grad_prefix=tile, grad_suffix=tile)
+    shape = Shape(prompts=1, samples=5, suffix=20, prefix=18, heads=2,
+                  kv_heads=1, head_dim=8)
+    case = cases.random_case(np.random.default_rng(9), shape,
+                             suffix_length=np.array([[0, 20, 1, 0, 13]]))
+    self.check_pass(case, jnp.float32, implementation="pallas",
+                    interpret=True, tuning=tiles)
 
   @parameterized.product(kind=("pass", "decode"),
                          implementation=("reference", None),

@@ -75,8 +75,8 @@ def random_tuning(rng: np.random.Generator) -> tuning.Tuning:
 
 
 def random_case(rng: np.random.Generator, shape: Shape, dtype=jnp.float32, *,
-                decode: bool = False, prefix_length: int | None = None,
-                suffix_length: int | None = None) -> Case:
+                decode: bool = False, prefix_length=None,
+                suffix_length=None) -> Case:
   """Numbers and lengths, among these 0 and the largest, unless given."""
   s = shape
   lengths = lambda most, *size: np.where(
