@@ -48,7 +48,8 @@ def backward(sizes: Sizes, tuning: Tuning, operands, out, logsumexp, grad, *,
       grad.reshape(sizes.prompts, *flat), logsumexp.reshape(by_row),
       delta.reshape(by_row))
   specs = [
-      blocks.of_prompt(*flat), blocks.of_kv_head(sizes.head_dim, sizes.prefix),
+      blocks.of_prompt(*flat),
+      blocks.of_kv_head(sizes.head_dim, sizes.prefix),
       blocks.of_kv_head(sizes.prefix, sizes.head_dim),
       blocks.of_tokens(sizes), blocks.of_tokens(sizes),
       blocks.of_prompt(), blocks.of_prompt(sizes.samples),

@@ -32,8 +32,9 @@ class Tile:
         raise ValueError(
             f"{name} must be a power of two from 16, found {size}")
     for name in ("num_warps", "num_stages"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name} must be 1 or more, found {getattr(self, name)}")
+      size = getattr(self, name)
+      if size < 1:
+        raise ValueError(f"{name} must be 1 or more, found {size}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -280,8 +280,7 @@ class BadInputTest(parameterized.TestCase):
     self.refused(api.shared_prefix_decode, self.step, message)
 
   @parameterized.parameters(
-      ("q", jnp.int32, "q: expected dtype float32, bfloat16 or float16, found "
-       "int32"),
+      ("q", jnp.int32, "q: expected dtype float32 or bfloat16, found int32"),
       ("prefix_k", jnp.bfloat16, "prefix_k: expected q's dtype float32, found "
        "bfloat16"),
       ("suffix_v", jnp.float16, "suffix_v: expected q's dtype float32, found "
