@@ -1,0 +1,1 @@
+"""Attention of groups of samples to a shared prefix and to themselves."""
