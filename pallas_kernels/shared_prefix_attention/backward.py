@@ -61,7 +61,8 @@ def backward(sizes: Sizes, tuning: Tuning, operands, out, logsumexp, grad, *,
   grad_q = blocks.call(
       _grad_q_kernel, sizes, tile,
       (pl.cdiv(sizes.rows, sizes.row_block(tile.rows)), sizes.kv_heads),
-      "shared_prefix_grad_q", interpret, in_specs=specs, out_specs=specs[0], out_shape=like(0),
+      "shared_prefix_grad_q", interpret,
+      in_specs=specs, out_specs=specs[0], out_shape=like(0),
   )(*operands)
 
   tile = tuning.grad_prefix
