@@ -113,7 +113,8 @@ def _product(x, w, dtype, implementation, interpret, config, is_transposed):
         f"a matrix of {packed.inputs} inputs and {packed.out} outputs, found "
         f"{list(x.shape)}")
   rows = x.reshape(-1, size)
-  config = config or tuning.default(rows.shape[0], is_transposed)
+  config = config or tuning.default(
+      rows.shape[0], x.dtype.itemsize, is_transposed)
   config.check(is_transposed)
   other = packed.inputs if is_transposed else packed.out
   if not rows.shape[0]:
@@ -144,8 +145,8 @@ def _matmul_backward(dtype, is_transposed, implementation, interpret, config,
                      saved, gradient):
   del dtype, config
   w, like = saved
-  rows = gradient.shape[0]
-  config = tuning.default(rows, not is_transposed)
+  config = tuning.default(
+      gradient.shape[0], gradient.dtype.itemsize, not is_transposed)
   back = _matmul(gradient, w, like.dtype, not is_transposed, implementation,
                  interpret, config)
   return back, None

@@ -66,9 +66,15 @@ LOOKUP = Tuning(
     rows=1, bands=1, words=16, programs=1, num_warps=2, num_stages=1)
 
 
-def default(rows: int, is_transposed: bool = False) -> Tuning:
-  """The tuning for a number of rows: one, up to 16, or more."""
+def default(rows: int, itemsize: int, is_transposed: bool = False) -> Tuning:
+  """The tuning for a number of rows: one, up to 16, or more.
+
+  Numbers of four bytes are multiplied by 16 rows at a time: more need more
+  registers than there are.
+  """
   one, small, large = (
       (TRANSPOSED_1, TRANSPOSED_SMALL, TRANSPOSED_LARGE) if is_transposed
       else (BATCH_1, SMALL, LARGE))
-  return one if rows <= 1 else small if rows <= DOT_ROWS else large
+  if rows <= 1:
+    return one
+  return small if rows <= DOT_ROWS or itemsize > 2 else large

@@ -24,8 +24,8 @@ def _on_gpu() -> NamedSharding:
   return NamedSharding(gpu_program.h100_mesh((1,), ("x",)), PartitionSpec())
 
 
-def _x(*shape):
-  return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=_on_gpu())
+def _x(*shape, dtype=jnp.bfloat16):
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=_on_gpu())
 
 
 def _matrix(storage, bits, **options):
@@ -71,6 +71,13 @@ class CodebookMatmulOnGpuTest(parameterized.TestCase):
   def test_lookup(self, storage, bits):
     kernels, _ = self.compile(api.codebook_lookup, _matrix(storage, bits))
     self.check(kernels["codebook_lookup"])
+
+  @parameterized.product(rows=(1, 16, 256), storage=tuple(Storage))
+  def test_float32(self, rows, storage):
+    kernels, _ = self.compile(
+        api.codebook_matmul, _x(rows, _SHAPE.inputs, dtype=jnp.float32),
+        _matrix(storage, 7))
+    self.check(kernels["codebook_matmul"])
 
   def test_without_scale_or_outliers(self):
     for options in (dict(scaled=False), dict(escapes=None)):
