@@ -20,7 +20,7 @@ devices.use_virtual_devices()
 
 _TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2}
 # Shapes of one test, and how many tests: those marked slow make up the rest.
-_FEW, _FAST, _ALL = 6, 2, 12
+_FEW, _FAST, _ALL = 6, 1, 12
 _SPECIAL = {
     "one_row": Shape(prompts=1, samples=1, suffix=1, prefix=1, heads=1,
                      kv_heads=1, head_dim=8),
