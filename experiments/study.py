@@ -127,6 +127,8 @@ def grid(centroids: list[int], vector_centroids: list[int]
   for k in centroids:
     yield Entry("full replacement", 1, k, None,
                 lambda folder, k=k: baselines.full_replacement(folder, k))
+  yield Entry("all blocks replaced", 1, 128, None,
+              lambda folder: baselines.all_blocks(folder, 128))
   for percentile in (99.0, None):
     group = "k-means per layer" + (", all" if percentile is None else "")
     yield Entry(group, 1, 128, percentile,

@@ -13,7 +13,8 @@ import math
 
 import numpy as np
 
-from legolm_jax import accounting, sharding, vectors
+from legolm_jax import accounting, packing, sharding, vectors
+from legolm_jax import codebook as codebook_lib
 from legolm_jax import rules as rules_lib
 from legolm_jax.array import Storage
 from legolm_jax.codebook import Fit
@@ -28,7 +29,7 @@ from legolm_jax.encoding import Matrix
 from legolm_jax.errors import InputError
 from legolm_jax.histogram import Distribution, bins_for
 from legolm_jax.rules import Rules
-from legolm_jax.safetensors_files import CheckpointFolder
+from legolm_jax.safetensors_files import CheckpointFolder, is_floating
 
 _SCALE_BITS = 32
 # An outlier of a vector codebook, which has no escape: its place and its value.
@@ -88,13 +89,53 @@ def legolm(folder: CheckpointFolder, config: CompressionConfig,
 
 
 def full_replacement(folder: CheckpointFolder, num_centroids: int, *,
-                     rules: Rules = Rules(protected_blocks=()),  # noqa: B008
-                     fit: Fit = Fit.EXACT) -> Reconstruction:
-  """Every weight by one global codebook, no outliers: what fails."""
+                     fit: Fit = Fit.LLOYD_MAX) -> Reconstruction:
+  """Every number of a checkpoint by one global codebook: what fails.
+
+  Tables, biases and norms are replaced too. A few large ones draw centroids away
+  from where nearly all weights are.
+
+  Raises:
+    InputError: if there are fewer distinct values than centroids.
+  """
+  infos = [t for t in folder.tensors.values() if is_floating(t.dtype) and t.size
+           and "mask" not in t.name]  # GPT-2's hold infinities.
+  parts = []
+  for info in infos:
+    bins = bins_for(info.dtype, False)
+    counts = np.zeros(bins.size, np.int64)
+    for _, x in _rows(folder.read(info.name)).chunks():
+      counts += bins.count(x)
+    parts.append(Distribution.of(bins, counts))
+  centroids = Distribution.merged(parts).fit(num_centroids, fit)
+  names = {info.name for info in infos}
+
+  def replaced(name):
+    data = folder.read(name)
+    if name not in names:
+      return data
+    rows = [centroids[codebook_lib.nearest(x.astype(np.float64), centroids)]
+            for _, x in _rows(data).chunks()]
+    return np.concatenate(rows).astype(data.dtype).reshape(data.shape)
+
+  weights = sum(info.size for info in infos)
+  bits = packing.code_bits(num_centroids) + (
+      8 * accounting.codebook_bytes(num_centroids) / weights)
+  return Reconstruction(
+      name=f"full replacement K={num_centroids}",
+      bits_per_compressed_weight=bits, bits_per_parameter=bits,
+      tensors=lambda: zip(
+          folder.tensors, parallel(replaced, folder.tensors, 2)))
+
+
+def all_blocks(folder: CheckpointFolder, num_centroids: int, *,
+               rules: Rules = Rules(protected_blocks=()),  # noqa: B008
+               fit: Fit = Fit.EXACT) -> Reconstruction:
+  """The matrices of all blocks by one global codebook, no outliers."""
   config = dataclasses.replace(
       PUBLISHED, num_centroids=num_centroids, percentile=100, fit=fit,
       rules=rules)
-  return legolm(folder, config, f"full replacement K={num_centroids}")
+  return legolm(folder, config, f"all blocks replaced K={num_centroids}")
 
 
 def kmeans_per_layer(folder: CheckpointFolder, num_centroids: int,
@@ -164,6 +205,11 @@ def vector_blocks(folder: CheckpointFolder, dim: int, num_centroids: int,
   return _reconstruction(
       f"vector blocks d={dim} K={num_centroids} p={percentile:g}", folder,
       decisions, bits, lambda: _replaced(folder, decisions, replace, threads=1))
+
+
+def _rows(tensor: np.ndarray) -> Matrix:
+  """A tensor of any rank as a matrix that is read in pieces."""
+  return Matrix(tensor.reshape(-1, tensor.shape[-1] if tensor.ndim else 1))
 
 
 def _reconstruction(name, folder, decisions, bits, tensors) -> Reconstruction:

@@ -94,8 +94,26 @@ class BaselinesTest(parameterized.TestCase):
     for name, tensor in found.tensors():
       np.testing.assert_array_equal(tensor, plain.read(name))
 
-  def test_selection_rescues_full_replacement(self):
+  def test_full_replacement(self):
+    """Of every number, each by the nearest of one codebook's values."""
     full = baselines.full_replacement(self.folder, 16)
+    tensors = dict(full.tensors())
+    self.assertEqual(list(tensors), list(self.folder.tensors))
+    values = np.unique(np.concatenate(
+        [t.astype(np.float64).ravel() for t in tensors.values()]))
+    self.assertLen(values, 16)
+    for name, found in tensors.items():
+      source = self.folder.read(name)
+      self.assertEqual((found.dtype, found.shape), (source.dtype, source.shape))
+      distance = np.abs(source.astype(np.float64)[..., None] - values).min(-1)
+      np.testing.assert_allclose(
+          np.abs(source.astype(np.float64) - found.astype(np.float64)),
+          distance, rtol=0.02, atol=1e-6)
+    self.assertAlmostEqual(full.bits_per_parameter, 4, delta=0.02)
+    self.assertEqual(full.bits_per_parameter, full.bits_per_compressed_weight)
+
+  def test_selection_rescues_replacement(self):
+    full = baselines.all_blocks(self.folder, 16)
     replaced, error = self.check(full, protected=())
     self.assertLen(np.unique(np.concatenate(
         [t.astype(np.float32).ravel() for t in replaced.values()])), 16)
