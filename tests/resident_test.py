@@ -84,10 +84,15 @@ class ResidentTest(parameterized.TestCase):
     self.assertEmpty(trainer._residency.ledger.violations)
     self.assertGreater(len(trainer._residency.ledger.found), 3)
 
-  @parameterized.parameters(
-      dict(), dict(mesh=MeshConfig(data=4, training_tp=1, rollout_tp=2),
-                   schedule=ScheduleConfig(**_WINDOW), dtype="bfloat16"))
-  def test_a_budget_changes_places_and_no_number(self, **kwargs):
+  def test_a_budget_changes_places_and_no_number(self):
+    self.check_budget()
+
+  @pytest.mark.slow
+  def test_a_budget_on_a_mesh(self):
+    self.check_budget(mesh=MeshConfig(data=4, training_tp=1, rollout_tp=2),
+                      schedule=ScheduleConfig(**_WINDOW), dtype="bfloat16")
+
+  def check_budget(self, **kwargs):
     free, expected = self.run_steps(self.config(**kwargs))
     peak = free._residency.summary()["peak_bytes"]
     trainer, got = self.run_steps(self.config(

@@ -57,6 +57,7 @@ class BenchDecodeTest(absltest.TestCase):
 class BenchScheduleTest(absltest.TestCase):
   """At a tenth of its prompts: what it says, not how fast anything is."""
 
+  @pytest.mark.slow
   def test_rows_of_each_schedule(self):
     workload = Workload(frames=1, group=3, text=10, response=4)
     rows, timelines = bench_schedule._compare(

@@ -7,6 +7,7 @@ import statistics
 from absl import flags
 from absl.testing import absltest, flagsaver
 from PIL import Image
+import pytest
 
 from experiments import quickstart
 from rollplex_jax.data.processor import Processor
@@ -64,6 +65,7 @@ class QuickstartTest(absltest.TestCase):
     self.addCleanup(config.update, before)
     config.update_from_flattened_dict(_SETTINGS)
 
+  @pytest.mark.slow
   def test_everything_is_there(self):
     summary = quickstart.main()
     written = json.loads((self.folder / "summary.json").read_text())

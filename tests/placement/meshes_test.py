@@ -97,9 +97,8 @@ class MeshesTest(parameterized.TestCase):
     return state.params
 
   @parameterized.parameters(
-      ("data_fsdp_tp", "serial"), ("data_fsdp_tp", "rollplex"),
-      ("finer_rollout", "rollplex"), ("finer_stored", "rollplex"),
-      ("coarser_rollout", "rollplex"), ("tp_more_than_kv_heads", "serial"))
+      ("data_fsdp_tp", "rollplex"), ("finer_stored", "rollplex"),
+      ("tp_more_than_kv_heads", "serial"))
   def test_step(self, name, schedule):
     self.check(name, schedule)
 
