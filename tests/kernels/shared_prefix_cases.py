@@ -175,9 +175,13 @@ def _softmax(scores):
   return weights / weights.sum()
 
 
-def relative_error(found, expected) -> float:
-  """||found - expected|| / ||expected||; inf if only `expected` is zero."""
+def relative_error(found, expected, scale: float = 0.0) -> float:
+  """||found - expected|| / ||expected||.
+
+  Where `expected` is zero, as gradients are of queries that see one key, it is
+  relative to `scale` in place of it, or inf without one.
+  """
   found = np.asarray(found, np.float64)
-  norm = np.linalg.norm(expected)
+  norm = np.linalg.norm(expected) or scale
   distance = np.linalg.norm(found - expected)
   return float(distance / norm) if norm else float(np.inf if distance else 0)
