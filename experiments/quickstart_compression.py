@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from experiments import common
 from legolm_jax import checkpoint_writer
 from legolm_jax.compress import CompressionConfig, Compressor
+from legolm_jax.rules import Rules
 from legolm_jax.safetensors_files import CheckpointFolder
 from rollplex_jax.evaluation import Evaluation
 from rollplex_jax.models import hf
@@ -34,11 +35,15 @@ def compress(policy: pathlib.Path, output: pathlib.Path, trainer: Trainer,
     with "interval"; and "same_plans", the share of episodes with the same plan
     as before.
   """
-  compressor = Compressor(
-      CheckpointFolder(policy), CompressionConfig(num_centroids=_NUM_CENTROIDS))
+  # Of one or two blocks, nothing would be left between first and last.
+  is_shallow = trainer.model_config.text.num_hidden_layers < 3
+  rules = Rules(protected_blocks=()) if is_shallow else Rules()
+  compressor = Compressor(CheckpointFolder(policy), CompressionConfig(
+      num_centroids=_NUM_CENTROIDS, rules=rules))
   compressor.fit()
   account = checkpoint_writer.save(output, compressor)
-  _, params = hf.load_checkpoint(str(output), jnp.float32)
+  _, params = hf.load_checkpoint(
+      str(output), jnp.dtype(trainer.config.policy.compute_dtype))
   found = trainer.evaluate(trainer.task.eval_rows, params=params,
                            progress=common.progress("compressed"))
   success, *interval = found.success

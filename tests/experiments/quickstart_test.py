@@ -24,7 +24,7 @@ _SETTINGS = {
     "environment.max_actions": 3,
     "environment.eval_episodes": _EPISODES,
     "shape.hidden_size": 64,
-    "shape.num_layers": 3,
+    "shape.num_layers": 1,
     "shape.vision_hidden_size": 32,
     "shape.vision_layers": 1,
     "shape.patch_size": 4,
@@ -131,10 +131,10 @@ class QuickstartTest(absltest.TestCase):
         {e["pid"] for e in trace["traceEvents"] if e["ph"] == "C"}, {1, 2, 3})
 
   def check_compression(self, found):
-    """Of one block of three; what was written is what was played."""
+    """Of the only block; what was written is what was played."""
     self.assertBetween(found["success"], *found["interval"])
     self.assertBetween(found["same_plans"], 0, 1)
-    self.assertBetween(found["compressed_share"], 0.01, 1 / 3)
+    self.assertBetween(found["compressed_share"], 0.01, 1)
     self.assertBetween(found["bits_per_compressed_weight"], 6, 8)
     self.assertGreater(found["true_ratio"], 1)
     folder = str(self.folder / "compressed_policy")
