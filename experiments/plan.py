@@ -67,7 +67,8 @@ _VIDEO = flags.DEFINE_string(
 _REFERENCE = flags.DEFINE_bool("reference", True, "Score a reference model.")
 _REFERENCE_BITS = flags.DEFINE_float(
     "reference_bits", 0.0, "Bits of a weight of a compressed reference's blocks, "
-    "as compress prints them; 0 for a plain one.", lower_bound=0.0,
+    "as compress prints them; 0 for a plain one. Dense copies in a loop are not "
+    "counted.", lower_bound=0.0,
     upper_bound=16.0)
 _FRACTION = flags.DEFINE_float(
     "memory_fraction", 0.9, "Share of a device's memory that may be used.",
