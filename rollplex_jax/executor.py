@@ -359,7 +359,8 @@ class Step:
   @property
   def _everywhere(self) -> NamedSharding | None:
     """Of what all devices of the policy's mesh have, if it is on one."""
-    found = self.policy.params["text"]["embed"].sharding
+    # Of compressed weights all leaves lie on the mesh, too.
+    found = jax.tree.leaves(self.policy.params["text"]["embed"])[0].sharding
     if not isinstance(found, NamedSharding):
       return None
     return NamedSharding(found.mesh, PartitionSpec())

@@ -6,6 +6,7 @@ import tempfile
 from absl.testing import absltest
 import numpy as np
 
+from legolm_jax.rules import Rules
 from tests.experiments import commands
 from tests.helpers import compressed, tiny_checkpoint
 
@@ -50,6 +51,20 @@ class CompressedCheckpointTest(absltest.TestCase):
     for a, b in zip(small, plain, strict=True):
       self.assertEqual(a["token_ids"], b["token_ids"])
       np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-5)
+
+  def test_embedding(self):
+    """A table of tokens that is compressed too, and the head with it."""
+    small = compressed.compress(
+        self.folder / "model", self.folder / "all",
+        rules=Rules(protected_blocks=(), embedding=True))
+    compressed.decompress(small, self.folder / "all_plain")
+    args = ("--num_generations=2", "--max_completion_length=8")
+    for name, more in (("score", ()), ("generate", args)):
+      a, b = (self.run_command(name, m, *more) for m in ("all", "all_plain"))
+      for found, wanted in zip(a, b, strict=True):
+        self.assertEqual(found["token_ids"], wanted["token_ids"])
+        np.testing.assert_allclose(
+            found["logprobs"], wanted["logprobs"], atol=1e-5)
 
   def test_damage(self):
     small = pathlib.Path(
