@@ -83,7 +83,10 @@ class ProcessesTest(parameterized.TestCase):
         "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(_DEVICES // count),
         "PYTHONPATH": str(_ROOT), "XLA_FLAGS":
         "--xla_cpu_collective_call_terminate_timeout_seconds=600"}
-    cache = jax.config.jax_compilation_cache_dir or ""
+    # By the environment, for --compilation_cache_dir also limits its size: a
+    # folder to which others write without a limit can't be used so.
+    if jax.config.jax_compilation_cache_dir:
+      env["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
     workers = []
     for i in range(count):
       where = (f"--coordinator_address=localhost:{port}", f"--process_id={i}",
@@ -92,7 +95,7 @@ class ProcessesTest(parameterized.TestCase):
           [sys.executable, "-m", "experiments.train",
            f"--config={_ROOT}/experiments/configs/grpo.py",
            f"--output_dir={self.out / name}", "--notensorboard",
-           f"--compilation_cache_dir={cache}",
+           "--compilation_cache_dir=",
            *[f"--config.{s}" for s in settings], *where, *flags],
           env=env, cwd=_ROOT, text=True, stdout=subprocess.PIPE,
           stderr=subprocess.PIPE)
