@@ -291,14 +291,34 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
   current = _current.get()
   if current is None:
     return x
-  mesh, rules = current
   if len(logical) != x.ndim:
     raise ValueError(f"{logical} for an array of {x.shape}")
-  shape = _shape_of(mesh)
-  spec = _spec(
-      axes if size % shape.ways(axes) == 0 else ()
-      for axes, size in zip(rules.axes(*logical), x.shape))
-  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+  return jax.lax.with_sharding_constraint(
+      x, NamedSharding(current[0], _spec(axes_of(x.shape, *logical))))
+
+
+def mesh() -> Mesh | None:
+  """The mesh in use, if any."""
+  current = _current.get()
+  return None if current is None else current[0]
+
+
+def axes_of(shape: Sequence[int], *logical: str | None
+            ) -> tuple[tuple[str, ...], ...]:
+  """The mesh axes by which `constrain` splits each dimension of a shape."""
+  current = _current.get()
+  if current is None:
+    return ((),) * len(logical)
+  mesh, rules = current
+  ways = _shape_of(mesh).ways
+  return tuple(axes if size % ways(axes) == 0 else ()
+               for axes, size in zip(rules.axes(*logical), shape))
+
+
+def ways(axes: Sequence[str]) -> int:
+  """Into how many parts mesh axes split a dimension, on the mesh in use."""
+  current = _current.get()
+  return 1 if current is None else _shape_of(current[0]).ways(axes)
 
 
 def in_order(*values: Any) -> Any:
