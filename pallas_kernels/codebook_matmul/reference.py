@@ -26,19 +26,14 @@ def lookup(w: Packed) -> jax.Array:
   if w.is_words_first:
     return lookup(w.out_first()).T
   found = codes(w)
-  escaped = found == jnp.uint8(w.num_codes - 1)
-  table, index = w.codebook, found.astype(jnp.int32)
-  if w.outliers is not None:
-    # One table, for looking up is what takes the time.
-    table = jnp.concatenate([table, w.outliers.astype(jnp.float32).ravel()])
-    index = jnp.where(escaped, w.num_codes + _outlier_of_each(w, escaped),
-                      index)
-  values = table.at[index].get(mode="clip")
+  values = w.codebook.at[found].get(mode="clip")
   if w.scale is not None:
-    scale = w.scale.astype(jnp.float32)[:, None, None]
-    if w.outliers is not None:
-      scale = jnp.where(escaped, jnp.float32(1), scale)
-    values *= scale
+    values *= w.scale.astype(jnp.float32)[:, None, None]
+  if w.outliers is not None:
+    escaped = found == jnp.uint8(w.num_codes - 1)
+    outliers = w.outliers.reshape(-1).at[_outlier_of_each(w, escaped)].get(
+        mode="clip")
+    values = jnp.where(escaped, outliers.astype(jnp.float32), values)
   by_section = values.reshape(w.out, w.in_sections, -1)
   return by_section[..., :w.section_inputs].reshape(w.out, w.inputs)
 
@@ -88,7 +83,7 @@ def _first_of_tiles(w: Packed) -> jax.Array:
 
 def matmul(x: jax.Array, w: Packed) -> jax.Array:
   """[m, in] to float32 [m, out]; weights are rounded to the dtype of `x`."""
-  dense = _decoded_for(x, w)
+  dense = lookup(w).astype(x.dtype)
   return jnp.einsum(
       "mi,io->mo" if w.is_words_first else "mi,oi->mo", x, dense,
       precision=jax.lax.Precision.HIGHEST,
@@ -97,17 +92,8 @@ def matmul(x: jax.Array, w: Packed) -> jax.Array:
 
 def matmul_transposed(y: jax.Array, w: Packed) -> jax.Array:
   """[m, out] to float32 [m, in]; weights are rounded to the dtype of `y`."""
-  dense = _decoded_for(y, w)
+  dense = lookup(w).astype(y.dtype)
   return jnp.einsum(
       "mo,io->mi" if w.is_words_first else "mo,oi->mi", y, dense,
       precision=jax.lax.Precision.HIGHEST,
       preferred_element_type=jnp.float32)
-
-
-def _decoded_for(x: jax.Array, w: Packed) -> jax.Array:
-  """The matrix in the dtype of `x`, not made before `x` is there.
-
-  A compiler would otherwise decode the matrices that a loop reads before the
-  loop, and keep all of them dense until it ends.
-  """
-  return lookup(jax.lax.optimization_barrier((x, w))[1]).astype(x.dtype)
