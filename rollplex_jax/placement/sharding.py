@@ -25,7 +25,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -173,7 +173,8 @@ def _spec(parts: Iterable[Sequence[str]]) -> PartitionSpec:
   return PartitionSpec(*(tuple(part) or None for part in parts))
 
 
-def _shape_of(mesh: Mesh) -> MeshShape:
+def shape_of(mesh: Mesh) -> MeshShape:
+  """The shape of a mesh with these axes."""
   return MeshShape(**{axis: mesh.shape[axis] for axis in AXES})
 
 
@@ -223,7 +224,7 @@ class Placement:
     Weights of one logical axis may differ in size (the patch merger's MLP is
     wider than the tower's): what does not divide is split by fewer axes.
     """
-    shape, rules = _shape_of(self.mesh), getattr(self, part)
+    shape, rules = shape_of(self.mesh), getattr(self, part)
 
     def place(weight):
       return NamedSharding(self.mesh, _spec(
@@ -234,7 +235,7 @@ class Placement:
 
   def master(self, declared: Mapping[str, Any]) -> dict[str, Any]:
     """Shardings over all devices for {"text": ..., "visual": ...} weights."""
-    shape = _shape_of(self.mesh)
+    shape = shape_of(self.mesh)
 
     def of(part, w):
       rules = self.vision if part == "visual" else self.text
@@ -267,18 +268,45 @@ class Placement:
     return math.prod(self.mesh.shape[axis] for axis in self.text.batch)
 
 
-_current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = (
+class InUse(NamedTuple):
+  """What a program is traced under.
+
+  Attributes:
+    mesh: that its arrays lie on.
+    rules: by which; None where the compiler splits as it sees fit.
+  """
+
+  mesh: Mesh
+  rules: Rules | None
+
+
+_current: contextvars.ContextVar[InUse | None] = (
     contextvars.ContextVar("sharding", default=None))
 
 
 @contextlib.contextmanager
 def use(mesh: Mesh | None, rules: Rules | None = None) -> Iterator[None]:
-  """Makes `constrain` work, while a program is traced; None for nothing."""
-  token = _current.set(None if mesh is None else (mesh, rules))
+  """Makes `constrain` work, while a program is traced.
+
+  With a mesh alone nothing is constrained, but `in_use` tells of it; without
+  either, arrays are whole or, inside `shard_map`, a device's own.
+  """
+  token = _current.set(None if mesh is None else InUse(mesh, rules))
   try:
     yield
   finally:
     _current.reset(token)
+
+
+def in_use() -> InUse | None:
+  """What the program that is being traced runs under, if anything."""
+  return _current.get()
+
+
+def _ruled() -> InUse | None:
+  """The same where there are rules."""
+  current = _current.get()
+  return None if current is None or current.rules is None else current
 
 
 def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
@@ -288,13 +316,13 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
     x: an array.
     logical: a logical axis per dimension, or None.
   """
-  current = _current.get()
+  current = _ruled()
   if current is None:
     return x
   mesh, rules = current
   if len(logical) != x.ndim:
     raise ValueError(f"{logical} for an array of {x.shape}")
-  shape = _shape_of(mesh)
+  shape = shape_of(mesh)
   spec = _spec(
       axes if size % shape.ways(axes) == 0 else ()
       for axes, size in zip(rules.axes(*logical), x.shape))
@@ -307,14 +335,14 @@ def in_order(*values: Any) -> Any:
   Without that a compiler may cut a device's part out of an array long after the
   array was made, and keep the whole of it until then.
   """
-  if _current.get() is None:
+  if _ruled() is None:
     return values
   return jax.lax.optimization_barrier(values)
 
 
 def batch_ways() -> int:
   """Into how many parts the rules in use split a batch."""
-  current = _current.get()
+  current = _ruled()
   if current is None:
     return 1
   mesh, rules = current
