@@ -79,6 +79,8 @@ def _count(tree):
 
 
 @pytest.mark.cuda_plugin
+# Said by jax 0.12 of every kernel.
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @absltest.skipUnless(gpu_program.has_plugin(), "needs jax's CUDA plugin")
 class ProgramsOnGpuTest(parameterized.TestCase):
 
@@ -129,6 +131,9 @@ class ProgramsOnGpuTest(parameterized.TestCase):
         Normalizers(num_tokens=_array(), num_sequences=_array()), 1.0, remat,
         True)
     self.assert_donated(program, (grads, kv_grads))
+    self.assertContainsSubset(
+        {"shared_prefix_forward", "shared_prefix_grad_prefix"},
+        program.kernels(program.entry))
 
 
 if __name__ == "__main__":

@@ -82,6 +82,8 @@ def _compile() -> gpu_program.Program:
 
 
 @pytest.mark.cuda_plugin
+# Said by jax 0.12 of every kernel.
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @absltest.skipUnless(gpu_program.has_plugin(), "needs jax's CUDA plugin")
 class WindowOnGpuTest(absltest.TestCase):
 
@@ -165,6 +167,13 @@ class WindowOnGpuTest(absltest.TestCase):
     sums = self.reductions(self.body("reference"))
     self.assertEqual(sums.count((_ROWS, _D)), 2 * (_LAYERS - 1), sums)
     self.assertLessEqual(len(sums), 2 * _LAYERS + 2, sums)
+
+  def test_steps_attend_by_kernels(self):
+    """In each loop with a decode step; in the reference's, inside of calls."""
+    step = ["shared_prefix_decode", "shared_prefix_join"] * _LAYERS
+    self.assertCountEqual([self.program.kernels(b) for b in self.bodies],
+                          [step] * 3 + [[]] * 2)
+    self.assertEqual(self.program.kernels(self.body("reference")), step)
 
   def test_no_cache_and_no_weight_is_copied(self):
     k, n = _K // _TP * _HEAD, _B * _G
