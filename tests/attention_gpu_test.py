@@ -88,8 +88,6 @@ class _Arguments:
 
 
 @pytest.mark.cuda_plugin
-# Said by jax 0.12 of every kernel.
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @absltest.skipUnless(gpu_program.has_plugin(), "needs jax's CUDA plugin")
 class AttentionOnGpuTest(parameterized.TestCase):
 

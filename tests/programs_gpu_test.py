@@ -79,8 +79,6 @@ def _count(tree):
 
 
 @pytest.mark.cuda_plugin
-# Said by jax 0.12 of every kernel.
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @absltest.skipUnless(gpu_program.has_plugin(), "needs jax's CUDA plugin")
 class ProgramsOnGpuTest(parameterized.TestCase):
 

@@ -82,8 +82,6 @@ def _compile() -> gpu_program.Program:
 
 
 @pytest.mark.cuda_plugin
-# Said by jax 0.12 of every kernel.
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @absltest.skipUnless(gpu_program.has_plugin(), "needs jax's CUDA plugin")
 class WindowOnGpuTest(absltest.TestCase):
 
