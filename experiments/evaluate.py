@@ -22,7 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import common, evaluate_reward, texts
+from experiments import (
+    common,
+    compressed_weights,
+    evaluate_reward,
+    texts,
+)
 from legolm_jax import accounting, benchmarks, checkpoint, evaluate
 from rollplex_jax import programs
 from rollplex_jax.data.processor import Processor
@@ -72,7 +77,9 @@ class Model:
   def load(cls, folder: str) -> Model:
     """Raises InputError."""
     processor = Processor.from_checkpoint(folder)
-    config, params = hf.load_checkpoint(folder, jnp.dtype(_DTYPE.value))
+    config, params = hf.load_checkpoint(
+        folder, jnp.dtype(_DTYPE.value), decode=compressed_weights.are_decoded(
+            decodes=_TASK.value == "reward"))
     return cls(folder, config, params, processor)
 
   def logits(self, tokens: np.ndarray) -> jax.Array:

@@ -39,7 +39,7 @@ def main():
       eos_token_ids=inference.eos_token_ids(processor.config, processor),
       banned_token_ids=processor.config.vision_token_ids)
   rows = inputs.select()
-  config, params = inputs.load()
+  config, params = inputs.load(decodes=True)
   start, tokens = time.perf_counter(), 0
   with common.whole_file(inputs.output) as file:
     for example, completions in inference.complete(

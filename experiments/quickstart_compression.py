@@ -43,7 +43,7 @@ def compress(policy: pathlib.Path, output: pathlib.Path, trainer: Trainer,
   compressor.fit()
   account = checkpoint_writer.save(output, compressor)
   _, params = hf.load_checkpoint(
-      str(output), jnp.dtype(trainer.config.policy.compute_dtype))
+      str(output), jnp.dtype(trainer.config.policy.compute_dtype), decode=True)
   found = trainer.evaluate(trainer.task.eval_rows, params=params,
                            progress=common.progress("compressed"))
   success, *interval = found.success

@@ -7,7 +7,7 @@ import os
 from absl import flags
 import jax.numpy as jnp
 
-from experiments import common
+from experiments import common, compressed_weights
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.data.rows import RowFile, SelectedRows, select_rows
 from rollplex_jax.errors import InputError
@@ -68,9 +68,15 @@ class RowInputs:
       print(line)
     return rows
 
-  def load(self) -> tuple[ModelConfig, Params]:
-    """The checkpoint's configuration and weights. Raises InputError."""
-    return hf.load_checkpoint(self._folder, jnp.dtype(_DTYPE.value))
+  def load(self, *, decodes: bool) -> tuple[ModelConfig, Params]:
+    """The checkpoint's configuration and weights. Raises InputError.
+
+    Args:
+      decodes: whether tokens will be drawn with them.
+    """
+    return hf.load_checkpoint(
+        self._folder, jnp.dtype(_DTYPE.value),
+        decode=compressed_weights.are_decoded(decodes=decodes))
 
   def num_batches(self, rows: SelectedRows) -> int:
     """Batches of these rows, the last maybe smaller."""

@@ -18,7 +18,7 @@ def main():
   """Runs the command."""
   inputs = RowInputs()
   rows = inputs.select(needs_response=True)
-  config, params = inputs.load()
+  config, params = inputs.load(decodes=False)
   start, tokens, total = time.perf_counter(), 0, 0.0
   with common.whole_file(inputs.output) as file:
     for _, token_ids, logprobs in inference.score(

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from legolm_jax import packing
+from pallas_kernels.codebook_matmul import api as codebook
 
 Array = jax.Array | np.ndarray
 
@@ -114,21 +115,8 @@ class LegoArray:
     Returns:
       An array of `shape`.
     """
-    if self.storage is Storage.IN_OUT:
-      return self.T.dequantize(dtype).T
-    layout = self.layout
-    codes = unpack(self.planes, self.bits)
-    values = jnp.asarray(self.codebook)[codes]
-    if self.scale is not None:
-      scale = jnp.asarray(self.scale).astype(jnp.float32)
-      values *= scale[:, None, None]
-    if self.outliers is not None:
-      escaped = codes == jnp.uint8(self.num_codes - 1)
-      values = jnp.where(escaped, self._outlier_of_each(escaped), values)
-    values = values.reshape(layout.out, -1, layout.words_per_section
-                            * packing.WORD)[..., :layout.section_inputs]
-    return values.reshape(layout.out, layout.inputs).astype(
-        dtype or self.dtype)
+    return codebook.codebook_lookup(
+        self, dtype=dtype, implementation="reference")
 
   def take_rows(self, index: jax.Array, dtype=None) -> jax.Array:
     """`dequantize(dtype)[index]`, of which only the rows' bands are decoded.
@@ -170,6 +158,17 @@ class LegoArray:
         flat.size, packing.BAND, layout.inputs)
     return found[jnp.arange(flat.size), row].reshape(*index.shape, -1)
 
+  def divides(self, first: int, second: int = 1) -> bool:
+    """Whether so many equal parts by each dimension are LegoArrays again."""
+    layout, ways = self.layout, (first, second)
+    sections = self._out_first((layout.out // layout.section_out,
+                                layout.inputs // layout.section_inputs))
+    if any(n % w for n, w in zip(sections, ways)):
+      return False
+    # Each part needs lists of outliers of its own.
+    return self.outliers is None or not any(
+        n % w for n, w in zip(self.outliers.shape, ways))
+
   def partition_specs(self, spec: PartitionSpec) -> LegoArray:
     """The leaves' specs where a dense matrix has `spec`."""
     first, second = (*spec, None, None)[:2]
@@ -186,46 +185,3 @@ class LegoArray:
   def _out_first(self, pair):
     """(out, in) from the order of storage, and back."""
     return pair if self.storage is Storage.OUT_IN else pair[::-1]
-
-  def _outlier_of_each(self, escaped: jax.Array) -> jax.Array:
-    """For bool [out, words, 8] the outliers in place, float32."""
-    layout = self.layout
-    out_shards, in_shards = self.outliers.shape[:2]
-    sections = layout.out // layout.section_out // out_shards
-    bands = layout.bands_per_section
-    # [shard, section, band, output, in shard, word, code]
-    escaped = escaped.reshape(
-        out_shards * sections, layout.section_out, -1, packing.WORD)
-    escaped = jnp.pad(escaped, (
-        (0, 0), (0, bands * packing.BAND - layout.section_out), (0, 0), (0, 0)))
-    escaped = escaped.reshape(
-        out_shards, sections, bands, packing.BAND, in_shards, -1, packing.WORD)
-    # The order of outliers: in shard before word before output before code.
-    ordered = escaped.transpose(0, 1, 2, 4, 5, 3, 6)
-    flat = ordered.reshape(*ordered.shape[:4], -1).astype(jnp.int32)
-    before = jnp.cumsum(flat, axis=-1) - flat
-    start = jnp.asarray(self.offsets).reshape(
-        out_shards, sections, bands, in_shards, -1)[..., 0]
-    before += start.astype(jnp.int32)[..., None]
-    shards = jnp.arange(out_shards), jnp.arange(in_shards)
-    found = jnp.asarray(self.outliers)[
-        shards[0].reshape(-1, 1, 1, 1, 1), shards[1].reshape(-1, 1), before]
-    found = found.astype(jnp.float32).reshape(ordered.shape)
-    found = found.transpose(0, 1, 2, 5, 3, 4, 6).reshape(
-        out_shards * sections, bands * packing.BAND, -1, packing.WORD)
-    return found[:, :layout.section_out].reshape(
-        layout.out, -1, packing.WORD)
-
-
-def unpack(planes: tuple[Array, ...], bits: int) -> jax.Array:
-  """Codes from planes [out, words]: uint8 [out, words, 8]."""
-  codes, shift = None, 0
-  for plane, width in zip(planes, packing.plane_widths(bits)):
-    plane = jnp.asarray(plane)
-    places = jnp.arange(packing.WORD, dtype=plane.dtype) * plane.dtype.type(
-        width)
-    part = (plane[..., None] >> places) & plane.dtype.type((1 << width) - 1)
-    part = part.astype(jnp.uint8) << jnp.uint8(shift)
-    codes = part if codes is None else codes | part
-    shift += width
-  return codes

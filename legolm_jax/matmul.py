@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from legolm_jax.array import LegoArray
-
-
-def dense(w: jax.Array | LegoArray, dtype=None) -> jax.Array:
-  """A weight as an array: itself, or dequantized to `dtype`."""
-  return w.dequantize(dtype) if isinstance(w, LegoArray) else w
+from legolm_jax.array import LegoArray, Storage
+from pallas_kernels.codebook_matmul import api as codebook
 
 
 def take_rows(table: jax.Array | LegoArray, index: jax.Array) -> jax.Array:
@@ -22,31 +18,42 @@ def take_rows(table: jax.Array | LegoArray, index: jax.Array) -> jax.Array:
 def matmul(x: jax.Array, w: jax.Array | LegoArray, dtype=None) -> jax.Array:
   """x times a weight stored as [in, out].
 
+  A LegoArray is decoded where it is used, in the dtype of `x`: on an NVIDIA GPU
+  within the product, and elsewhere each time anew, so that of all the weights
+  one is dense at a time.
+
   Args:
     x: [..., in].
-    w: [in, out]; a LegoArray is computed in the dtype of `x`.
-    dtype: of the product; None keeps the operands'.
+    w: [in, out].
+    dtype: of the product; None keeps the operands', or that of `x` for a
+      LegoArray.
 
   Returns:
-    [..., out], by default of the dtype of `x` if `w` is a LegoArray. The
-    gradient with respect to `x` is that of the dense product.
+    [..., out]. The gradient with respect to `x` is that of the dense product;
+    a LegoArray is a constant.
 
   Raises:
     ValueError: if the shapes don't fit.
   """
   _check(x, w, 0)
+  if isinstance(w, LegoArray):
+    product = (codebook.codebook_matmul if w.storage is Storage.IN_OUT
+               else codebook.codebook_matmul_transposed)
+    return product(x, w, dtype=dtype)
   return jax.lax.dot_general(
-      x, dense(w, x.dtype), (((x.ndim - 1,), (0,)), ((), ())),
-      preferred_element_type=dtype)
+      x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype)
 
 
 def matmul_transposed(x: jax.Array, w: jax.Array | LegoArray,
                       dtype=None) -> jax.Array:
   """x times the transpose of a weight stored as [out, in]; as `matmul`."""
   _check(x, w, 1)
+  if isinstance(w, LegoArray):
+    product = (codebook.codebook_matmul if w.storage is Storage.OUT_IN
+               else codebook.codebook_matmul_transposed)
+    return product(x, w, dtype=dtype)
   return jax.lax.dot_general(
-      x, dense(w, x.dtype), (((x.ndim - 1,), (1,)), ((), ())),
-      preferred_element_type=dtype)
+      x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def _check(x, w, axis: int) -> None:

@@ -7,7 +7,7 @@
 where W is [in, out] whatever the storage. Each of the products is the other's
 gradient with respect to its first operand; the matrix is a constant. Inside
 `shard_map` (with `check_vma=False`: Pallas doesn't say what varies) a shard of a
-matrix is a matrix. On a GPU, Pallas kernels run, and elsewhere plain jnp.
+matrix is a matrix. On a GPU, Pallas kernels run, and elsewhere plain jnp does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.codebook_matmul import kernel, reference, tuning
+from pallas_kernels.codebook_matmul import (
+    blockwise,
+    kernel,
+    reference,
+    tuning,
+)
 from pallas_kernels.codebook_matmul.packed import CompressedMatrix, Packed
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_IMPLEMENTATIONS = (None, "pallas", "reference")
+_IMPLEMENTATIONS = (None, "pallas", "blockwise", "reference")
 
 
 def codebook_matmul(
@@ -35,8 +40,9 @@ def codebook_matmul(
     w: a matrix of `in` inputs and `out` outputs, in either storage.
     dtype: of the product, by default that of `x`. Sums are float32, and a weight
       is rounded to the dtype of `x` before it is multiplied, if at all.
-    implementation: "pallas", "reference", or None for Pallas where the program
-      is compiled for an NVIDIA GPU and the reference elsewhere.
+    implementation: "pallas"; "blockwise", plain jnp of which a block at a time
+      is dense; "reference", of which all is; or None for Pallas where the
+      program is compiled for an NVIDIA GPU, and by blocks elsewhere.
     interpret: whether Pallas interprets its kernel, which runs anywhere; for
       tests.
     config: of the kernel, by default by the number of rows.
@@ -95,7 +101,8 @@ def codebook_lookup(
   return _pick(
       implementation, interpret,
       functools.partial(kernel.lookup, dtype=dtype, config=config),
-      lambda w: reference.lookup(w).astype(dtype), packed)
+      dict.fromkeys(("blockwise", "reference"),
+                    lambda w: reference.lookup(w).astype(dtype)), packed)
 
 
 def _product(x, w, dtype, implementation, interpret, config, is_transposed):
@@ -127,12 +134,12 @@ def _product(x, w, dtype, implementation, interpret, config, is_transposed):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
 def _matmul(x, w, dtype, is_transposed, implementation, interpret, config):
   """[m, in] to [m, out] or, transposed, back."""
-  if is_transposed:
-    fast, slow = kernel.matmul_transposed, reference.matmul_transposed
-  else:
-    fast, slow = kernel.matmul, reference.matmul
-  found = _pick(implementation, interpret,
-                functools.partial(fast, config=config), slow, x, w)
+  name = "matmul_transposed" if is_transposed else "matmul"
+  plain = {"blockwise": getattr(blockwise, name),
+           "reference": getattr(reference, name)}
+  found = _pick(
+      implementation, interpret,
+      functools.partial(getattr(kernel, name), config=config), plain, x, w)
   return found.astype(dtype)
 
 
@@ -155,13 +162,14 @@ def _matmul_backward(dtype, is_transposed, implementation, interpret, config,
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _pick(implementation, interpret, fast, slow, *operands):
-  fast = functools.partial(fast, interpret=interpret)
-  if implementation == "reference":
-    return slow(*operands)
+def _pick(implementation, interpret, pallas, plain, *operands):
+  pallas = functools.partial(pallas, interpret=interpret)
+  if implementation in plain:
+    return plain[implementation](*operands)
   if implementation == "pallas" or interpret:
-    return fast(*operands)
-  return jax.lax.platform_dependent(*operands, cuda=fast, default=slow)
+    return pallas(*operands)
+  return jax.lax.platform_dependent(
+      *operands, cuda=pallas, default=plain["blockwise"])
 
 
 def _check_implementation(implementation) -> None:

@@ -9,14 +9,14 @@ from pallas_kernels.codebook_matmul.packed import BAND, TILE_WORDS, WORD, Packed
 
 
 def codes(w: Packed) -> jax.Array:
-  """int32 [out, words, 8]."""
+  """uint8 [out, words, 8]."""
   w = w.out_first()
-  found, shift = jnp.zeros((w.out, w.words, WORD), jnp.int32), 0
+  found, shift = None, 0
   for plane, width in zip(w.planes, w.widths):
-    place = jnp.arange(WORD, dtype=jnp.uint32) * jnp.uint32(width)
-    part = plane.astype(jnp.uint32)[..., None] >> place
-    part &= jnp.uint32((1 << width) - 1)
-    found |= part.astype(jnp.int32) << shift
+    places = jnp.arange(WORD, dtype=plane.dtype) * plane.dtype.type(width)
+    part = (plane[..., None] >> places) & plane.dtype.type((1 << width) - 1)
+    part = part.astype(jnp.uint8) << jnp.uint8(shift)
+    found = part if found is None else found | part
     shift += width
   return found
 
@@ -26,40 +26,59 @@ def lookup(w: Packed) -> jax.Array:
   if w.is_words_first:
     return lookup(w.out_first()).T
   found = codes(w)
-  values = w.codebook[found]
+  values = w.codebook.at[found].get(mode="clip")
   if w.scale is not None:
     values *= w.scale.astype(jnp.float32)[:, None, None]
   if w.outliers is not None:
-    escaped = found == w.num_codes - 1
-    values = jnp.where(escaped, _outlier_of_each(w, escaped), values)
+    escaped = found == jnp.uint8(w.num_codes - 1)
+    outliers = w.outliers.reshape(-1).at[_outlier_of_each(w, escaped)].get(
+        mode="clip")
+    values = jnp.where(escaped, outliers.astype(jnp.float32), values)
   by_section = values.reshape(w.out, w.in_sections, -1)
   return by_section[..., :w.section_inputs].reshape(w.out, w.inputs)
 
 
 def _outlier_of_each(w: Packed, escaped: jax.Array) -> jax.Array:
-  """float32 [out, words, 8]: meant only where `escaped`."""
+  """int32 [out, words, 8], indices of all outliers: meant where `escaped`."""
+  places = jnp.arange(WORD, dtype=jnp.uint32)
+  # A word's escapes as bits: counted by words, eight times fewer than codes.
+  bits = jnp.sum(escaped.astype(jnp.uint32) << places, axis=-1,
+                 dtype=jnp.uint32)
+  before = bits[..., None] & ((jnp.uint32(1) << places) - jnp.uint32(1))
+  first = _first_of_words(w, jax.lax.population_count(bits))
+  return first[..., None] + jax.lax.population_count(before).astype(jnp.int32)
+
+
+def _first_of_words(w: Packed, counts: jax.Array) -> jax.Array:
+  """int32 [out, words]: which of all outliers is the first of each word.
+
+  Args:
+    w: a matrix that has outliers.
+    counts: integers [out, words], how many escapes each word has.
+  """
   bands, tiles = w.bands_per_section, w.tiles_per_section
-  filled = (w.out_sections, bands * BAND, w.in_sections, tiles * TILE_WORDS,
-            WORD)
-  cut = (w.out_sections, w.section_out, w.in_sections, w.words_per_section,
-         WORD)
-  tiled = jnp.pad(escaped.reshape(cut), [
+  filled = (w.out_sections, bands * BAND, w.in_sections, tiles * TILE_WORDS)
+  cut = (w.out_sections, w.section_out, w.in_sections, w.words_per_section)
+  tiled = jnp.pad(counts.astype(jnp.int32).reshape(cut), [
       (0, n - m) for n, m in zip(filled, cut)])
   tiled = tiled.reshape(
-      w.out_sections, bands, BAND, w.in_sections, tiles, TILE_WORDS, WORD)
-  # A tile's escapes by word, in it by output, in it by place.
-  tiled = tiled.transpose(0, 1, 3, 4, 5, 2, 6)
-  ones = tiled.reshape(w.bands, w.tiles, -1).astype(jnp.int32)
-  rank = jnp.cumsum(ones, axis=2) - ones + w.offsets.astype(
-      jnp.int32)[..., None]
-  band, tile = jnp.ogrid[:w.bands, :w.tiles]
+      w.out_sections, bands, BAND, w.in_sections, tiles, TILE_WORDS)
+  # A tile's outliers by word, in it by output.
+  tiled = tiled.transpose(0, 1, 3, 4, 5, 2)
+  flat = tiled.reshape(w.bands, w.tiles, -1)
+  first = jnp.cumsum(flat, axis=2) - flat + _first_of_tiles(w)[..., None]
+  first = first.reshape(tiled.shape).transpose(0, 1, 5, 2, 3, 4)
+  first = first.reshape(filled)[:, :w.section_out, :, :w.words_per_section]
+  return first.reshape(w.out, w.words)
+
+
+def _first_of_tiles(w: Packed) -> jax.Array:
+  """int32 [bands, tiles]: which of all outliers is the first of each tile."""
   out_shards, in_shards = w.shards
-  found = w.outliers[(band // (w.bands // out_shards))[..., None],
-                     (tile // (w.tiles // in_shards))[..., None], rank]
-  found = found.astype(jnp.float32).reshape(tiled.shape)
-  found = found.transpose(0, 1, 5, 2, 3, 4, 6).reshape(filled)
-  return found[:, :w.section_out, :, :w.words_per_section].reshape(
-      escaped.shape)
+  band = jnp.arange(w.bands)[:, None] // (w.bands // out_shards)
+  tile = jnp.arange(w.tiles) // (w.tiles // in_shards)
+  longest = w.outliers.shape[2]
+  return (band * in_shards + tile) * longest + w.offsets.astype(jnp.int32)
 
 
 def matmul(x: jax.Array, w: Packed) -> jax.Array:

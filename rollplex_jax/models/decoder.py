@@ -150,7 +150,8 @@ def project_qkv(w: Params, config: TextConfig, x: jax.Array, angles: Rope,
   cos, sin = (a.astype(x.dtype) for a in angles)
 
   def split(name, y, axis):
-    z = layers.dense_out_in(y, w[name], w.get(f"{name}_bias"))
+    z = layers.dense_out_in(
+        y, w[name], w.get(f"{name}_bias"), axis=axis)
     z = z.reshape(*z.shape[:-1], -1, config.head_dim)
     return sharding.constrain(z, "batch", *[None] * (z.ndim - 3), axis, None)
 
@@ -168,7 +169,7 @@ def attention_half(w: Params, config: TextConfig, x: jax.Array, angles: Rope,
   `num_queries`, only so many first tokens attend: [B, num_queries, D].
   """
   attended, extra = attend(*project_qkv(w, config, x, angles, num_queries))
-  return layers.dense_in_out(attended, w["o"]), extra
+  return layers.dense_in_out(attended, w["o"], axis="heads"), extra
 
 
 def mlp_half(w: Params, config: TextConfig, x: jax.Array) -> jax.Array:
@@ -260,7 +261,8 @@ def logits(params: Params, hidden: jax.Array, *,
   `axis` splits the vocabulary; every device gets all logits.
   """
   head = params["head"] if "head" in params else params["embed"]
-  scores = layers.dense_out_in(hidden, head, dtype=jnp.float32)
+  scores = layers.dense_out_in(
+      hidden, head, dtype=jnp.float32, axis="vocab")
   if axis is None:
     return scores
   return jax.lax.all_gather(scores, axis, axis=scores.ndim - 1, tiled=True)

@@ -8,6 +8,7 @@ it. Export writes to a temporary folder and renames it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+import functools
 import json
 import os
 import pathlib
@@ -62,7 +63,8 @@ def load_config(path: str | os.PathLike) -> ModelConfig:
 
 def load_checkpoint(
     path: str | os.PathLike, dtype=None, config: ModelConfig | None = None,
-    shardings: Any = None, finest: Any = None) -> tuple[ModelConfig, Params]:
+    shardings: Any = None, finest: Any = None, decode: bool = False
+    ) -> tuple[ModelConfig, Params]:
   """Loads a checkpoint folder, tensor by tensor.
 
   One that is compressed is loaded as it is: what is compressed in it becomes
@@ -77,6 +79,8 @@ def load_checkpoint(
       only what its devices hold. None puts them whole on one device.
     finest: a tree of shardings too, of the finest split that any program asks
       of a compressed matrix; by default `shardings`.
+    decode: make dense what is compressed, as fast to read as any weight; the
+      numbers are the same.
 
   Returns:
     The configuration and the parameters, {"text": ..., "visual": ...}. Host
@@ -97,7 +101,8 @@ def load_checkpoint(
     for weight, place, finer in zip(leaves, places, finest, strict=True):
       if last[0] != weight.name:
         last = (weight.name, tensors.read(weight.name))
-      arrays.append(_put(weight.from_checkpoint(last[1]), dtype, place, finer))
+      arrays.append(_put(
+          weight.from_checkpoint(last[1]), dtype, place, finer, decode))
   return config, structure.unflatten(arrays)
 
 
@@ -129,20 +134,29 @@ def params_from_tensors(
   return structure.unflatten(out)
 
 
-def _put(value: np.ndarray | LegoArray, dtype, place, finest
+def _put(value: np.ndarray | LegoArray, dtype, place, finest, decode
          ) -> jax.Array | LegoArray:
   """A host array on the device, or where its sharding has it."""
   if isinstance(value, LegoArray):
     value = value.replace(dtype=jnp.dtype(value.dtype if dtype is None
                                           else dtype))
     if place is None:
-      return jax.tree.map(jnp.array, value)
-    return lego_sharding.device_put(
+      value = jax.tree.map(jnp.array, value)
+      return _decode(value, None) if decode else value
+    value = lego_sharding.device_put(
         value, place.mesh, place.spec, finest.spec)
+    return _decode(value, place) if decode else value
   # jnp.array copies: an array that shared the buffer of a tensor that is cut in
   # parts would keep the whole of it alive.
   return (jnp.array(value, dtype=dtype) if place is None
           else _spread(value, dtype, place))
+
+
+@functools.partial(jax.jit, static_argnames="place")
+def _decode(array: LegoArray, place) -> jax.Array:
+  dense = array.dequantize()
+  return dense if place is None else jax.lax.with_sharding_constraint(
+      dense, place)
 
 
 def _spread(value: np.ndarray, dtype, sharding) -> jax.Array:

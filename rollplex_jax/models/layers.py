@@ -12,6 +12,7 @@ import numpy as np
 
 from legolm_jax import matmul
 from legolm_jax.array import LegoArray
+from rollplex_jax.models import compressed
 
 # Finite, so that a row whose keys are all masked softmaxes to numbers.
 MASKED = -1e30
@@ -27,13 +28,17 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def dense_out_in(x: jax.Array, w: jax.Array | LegoArray, bias=None,
-                 dtype=None) -> jax.Array:
+                 dtype=None, *, axis: str | None = None) -> jax.Array:
   """x [..., in] times w [out, in] -> [..., out]: column-parallel storage.
 
-  `dtype` is that of the product; None keeps the operands'.
+  `dtype` is that of the product; None keeps the operands'. `axis` is the logical
+  axis of w's first dimension: the compiler knows how an array is split, a
+  compressed matrix has to be told.
   """
   rows_first = functools.partial(matmul.matmul_transposed, dtype=dtype)
-  if isinstance(w, LegoArray) or math.prod(x.shape[:-1]) > _FEW_ROWS:
+  if isinstance(w, LegoArray):
+    y = compressed.product(x, w, axis, over=1, dtype=dtype)
+  elif math.prod(x.shape[:-1]) > _FEW_ROWS:
     y = rows_first(x, w)
   else:
     y = jax.lax.platform_dependent(
@@ -56,10 +61,14 @@ def _weights_first(x, w, dtype):
   return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)
 
 
-def dense_in_out(x: jax.Array, w: jax.Array | LegoArray,
-                 bias=None) -> jax.Array:
-  """x [..., in] times w [in, out] -> [..., out]: row-parallel storage."""
-  y = matmul.matmul(x, w)
+def dense_in_out(x: jax.Array, w: jax.Array | LegoArray, bias=None, *,
+                 axis: str | None = None) -> jax.Array:
+  """x [..., in] times w [in, out] -> [..., out]: row-parallel storage.
+
+  `axis` is as of `dense_out_in`.
+  """
+  y = (compressed.product(x, w, axis, over=0) if isinstance(w, LegoArray)
+       else matmul.matmul(x, w))
   return y if bias is None else y + bias
 
 
@@ -138,9 +147,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask) -> jax.Array:
 
 def swiglu(x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None):
   """down(silu(gate(x)) * up(x)); gate, up [F, D] and down [F, D]."""
-  hidden = jax.nn.silu(dense_out_in(x, gate, gate_bias))
-  hidden = hidden * dense_out_in(x, up, up_bias)
-  return dense_in_out(hidden, down, down_bias)
+  hidden = jax.nn.silu(dense_out_in(x, gate, gate_bias, axis="mlp"))
+  hidden = hidden * dense_out_in(x, up, up_bias, axis="mlp")
+  return dense_in_out(hidden, down, down_bias, axis="mlp")
 
 
 def attend_causally(q: jax.Array, k: jax.Array, v: jax.Array, *,

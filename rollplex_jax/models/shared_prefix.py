@@ -114,16 +114,12 @@ def _on_each_device(kernel: Callable, q: jax.Array, num_kv: int,
   are in use on a mesh, or where a device's query heads would read some, but
   neither one nor all, of its heads of keys and values.
   """
-  current = sharding.in_use()
-  if current is None or current.mesh.size == 1:
-    return kernel
-  if current.rules is None:
+  mesh = sharding.mesh()
+  if sharding.is_free():
     return None
-  mesh, rules = current
-  shape = sharding.shape_of(mesh)
-  fits = lambda name, size: (
-      getattr(rules, name)
-      if size % shape.ways(getattr(rules, name)) == 0 else ())
+  if mesh is None or mesh.size == 1:
+    return kernel
+  fits = lambda name, size: sharding.axes_of((size,), name)[0]
   heads = fits("heads", q.shape[axes[0].index("heads")])
   split = {"batch": fits("batch", q.shape[0]), "heads": heads,
            "kv_heads": fits("kv_heads", num_kv) if heads else ()}
@@ -131,8 +127,8 @@ def _on_each_device(kernel: Callable, q: jax.Array, num_kv: int,
                 for of in axes)
   # Devices that hold the same heads of keys and values share their queries.
   among = heads[len(split["kv_heads"]):]
-  held = num_kv // shape.ways(split["kv_heads"])
-  sharers = shape.ways(among)
+  held = num_kv // sharding.ways(split["kv_heads"])
+  sharers = sharding.ways(among)
 
   def local(*arrays):
     if sharers > 1 and held > 1:

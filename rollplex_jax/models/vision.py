@@ -99,10 +99,11 @@ def features(params: Params, config: VisionConfig,
     x = _block(w, config, x, angles, index, slot)
   x = layers.rms_norm(x, params["merger_norm"], _EPS)
   x = x.reshape(-1, params["merger_in"].shape[0])
-  x = layers.dense_out_in(x, params["merger_in"], params["merger_in_bias"])
+  x = layers.dense_out_in(
+      x, params["merger_in"], params["merger_in_bias"], axis="mlp")
   x = jax.nn.gelu(x, approximate=False)
   return layers.dense_in_out(
-      x, params["merger_out"], params["merger_out_bias"])
+      x, params["merger_out"], params["merger_out_bias"], axis="mlp")
 
 
 def _rope(config: VisionConfig, rows_columns: jax.Array):
@@ -120,7 +121,7 @@ def _block(w: Params, config: VisionConfig, x, angles, index, slot):
   y = layers.rms_norm(x, w["attn_norm"], _EPS)
 
   def split(name):
-    z = layers.dense_out_in(y, w[name], w[f"{name}_bias"])
+    z = layers.dense_out_in(y, w[name], w[f"{name}_bias"], axis="heads")
     return z.reshape(z.shape[0], config.num_heads, config.head_dim)
 
   cos, sin = angles
@@ -130,7 +131,7 @@ def _block(w: Params, config: VisionConfig, x, angles, index, slot):
   out = layers.attend(gather(turn(split("q"))), gather(turn(split("k"))),
                       gather(split("v")), (index >= 0)[:, None, None, None, :])
   out = out.reshape(-1, out.shape[-1])[slot]
-  x = x + layers.dense_in_out(out, w["o"], w["o_bias"])
+  x = x + layers.dense_in_out(out, w["o"], w["o_bias"], axis="heads")
   y = layers.rms_norm(x, w["mlp_norm"], _EPS)
   return x + layers.swiglu(
       y, w["gate"], w["up"], w["down"],

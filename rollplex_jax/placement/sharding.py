@@ -25,7 +25,7 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -173,8 +173,7 @@ def _spec(parts: Iterable[Sequence[str]]) -> PartitionSpec:
   return PartitionSpec(*(tuple(part) or None for part in parts))
 
 
-def shape_of(mesh: Mesh) -> MeshShape:
-  """The shape of a mesh with these axes."""
+def _shape_of(mesh: Mesh) -> MeshShape:
   return MeshShape(**{axis: mesh.shape[axis] for axis in AXES})
 
 
@@ -224,7 +223,7 @@ class Placement:
     Weights of one logical axis may differ in size (the patch merger's MLP is
     wider than the tower's): what does not divide is split by fewer axes.
     """
-    shape, rules = shape_of(self.mesh), getattr(self, part)
+    shape, rules = _shape_of(self.mesh), getattr(self, part)
 
     def place(weight):
       return NamedSharding(self.mesh, _spec(
@@ -235,7 +234,7 @@ class Placement:
 
   def master(self, declared: Mapping[str, Any]) -> dict[str, Any]:
     """Shardings over all devices for {"text": ..., "visual": ...} weights."""
-    shape = shape_of(self.mesh)
+    shape = _shape_of(self.mesh)
 
     def of(part, w):
       rules = self.vision if part == "visual" else self.text
@@ -268,19 +267,7 @@ class Placement:
     return math.prod(self.mesh.shape[axis] for axis in self.text.batch)
 
 
-class InUse(NamedTuple):
-  """What a program is traced under.
-
-  Attributes:
-    mesh: that its arrays lie on.
-    rules: by which; None where the compiler splits as it sees fit.
-  """
-
-  mesh: Mesh
-  rules: Rules | None
-
-
-_current: contextvars.ContextVar[InUse | None] = (
+_current: contextvars.ContextVar[tuple[Mesh, Rules | None] | None] = (
     contextvars.ContextVar("sharding", default=None))
 
 
@@ -288,25 +275,26 @@ _current: contextvars.ContextVar[InUse | None] = (
 def use(mesh: Mesh | None, rules: Rules | None = None) -> Iterator[None]:
   """Makes `constrain` work, while a program is traced.
 
-  With a mesh alone nothing is constrained, but `in_use` tells of it; without
-  either, arrays are whole or, inside `shard_map`, a device's own.
+  With a mesh alone nothing is constrained, but `is_free`; without either,
+  arrays are whole or, inside `shard_map`, a device's own.
   """
-  token = _current.set(None if mesh is None else InUse(mesh, rules))
+  token = _current.set(None if mesh is None else (mesh, rules))
   try:
     yield
   finally:
     _current.reset(token)
 
 
-def in_use() -> InUse | None:
-  """What the program that is being traced runs under, if anything."""
-  return _current.get()
-
-
-def _ruled() -> InUse | None:
-  """The same where there are rules."""
+def is_free() -> bool:
+  """Whether the compiler splits arrays over devices without any rules."""
   current = _current.get()
-  return None if current is None or current.rules is None else current
+  return current is not None and current[1] is None and current[0].size > 1
+
+
+def _ruled() -> tuple[Mesh, Rules] | None:
+  """The mesh and the rules in use, if there are rules."""
+  current = _current.get()
+  return None if current is None or current[1] is None else current
 
 
 def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
@@ -319,14 +307,34 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
   current = _ruled()
   if current is None:
     return x
-  mesh, rules = current
   if len(logical) != x.ndim:
     raise ValueError(f"{logical} for an array of {x.shape}")
-  shape = shape_of(mesh)
-  spec = _spec(
-      axes if size % shape.ways(axes) == 0 else ()
-      for axes, size in zip(rules.axes(*logical), x.shape))
-  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+  return jax.lax.with_sharding_constraint(
+      x, NamedSharding(current[0], _spec(axes_of(x.shape, *logical))))
+
+
+def mesh() -> Mesh | None:
+  """The mesh of the rules in use, if any."""
+  current = _ruled()
+  return None if current is None else current[0]
+
+
+def axes_of(shape: Sequence[int], *logical: str | None
+            ) -> tuple[tuple[str, ...], ...]:
+  """The mesh axes by which `constrain` splits each dimension of a shape."""
+  current = _ruled()
+  if current is None:
+    return ((),) * len(logical)
+  mesh, rules = current
+  ways = _shape_of(mesh).ways
+  return tuple(axes if size % ways(axes) == 0 else ()
+               for axes, size in zip(rules.axes(*logical), shape))
+
+
+def ways(axes: Sequence[str]) -> int:
+  """Into how many parts mesh axes split a dimension, on the mesh in use."""
+  current = _ruled()
+  return 1 if current is None else _shape_of(current[0]).ways(axes)
 
 
 def in_order(*values: Any) -> Any:

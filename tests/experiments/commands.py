@@ -24,11 +24,13 @@ from experiments import common
 _FLAG_MODULES = {
     "compress": ("experiments.compress",),
     "decompress": ("experiments.decompress",),
-    "evaluate": ("experiments.evaluate",),
-    "generate": ("experiments.generate", "experiments.row_inputs"),
+    "evaluate": ("experiments.evaluate", "experiments.compressed_weights"),
+    "generate": ("experiments.generate", "experiments.row_inputs",
+                 "experiments.compressed_weights"),
     "library_texts": ("experiments.library_texts",),
     "plan": ("experiments.plan",),
-    "score": ("experiments.score", "experiments.row_inputs"),
+    "score": ("experiments.score", "experiments.row_inputs",
+              "experiments.compressed_weights"),
     "study": ("experiments.study",),
     "train": ("experiments.train", "experiments.processes"),
 }

@@ -48,9 +48,14 @@ class CompressedCheckpointTest(absltest.TestCase):
     args = ("--num_generations=3", "--max_completion_length=8")
     small, plain = (
         self.run_command("generate", m, *args) for m in ("small", "plain"))
-    for a, b in zip(small, plain, strict=True):
-      self.assertEqual(a["token_ids"], b["token_ids"])
-      np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-5)
+    packed = self.run_command(
+        "generate", "small", "--compressed_weights=packed", *args)
+    for a, b, c in zip(small, packed, plain, strict=True):
+      self.assertEqual(a["token_ids"], c["token_ids"])
+      self.assertEqual(b["token_ids"], c["token_ids"])
+      # Once decoded, the same numbers in the same program.
+      self.assertEqual(a["logprobs"], c["logprobs"])
+      np.testing.assert_allclose(b["logprobs"], c["logprobs"], atol=1e-5)
 
   def test_embedding(self):
     """A table of tokens that is compressed too, and the head with it."""
