@@ -118,7 +118,7 @@ def decode_window(policy, reference, config, sampling, window, prompts, kv,
     run = functools.partial(window_lib.shard_window(
         place, config, sampling, window), policy, reference)
   # A unit takes rows of one part of the batch: no rule of a batch holds in it.
-  with sharding.use(None):
+  with sharding.use(place and place.mesh):
     return run(prompts, kv, features, reference_features, keys, artifacts)
 
 

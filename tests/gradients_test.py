@@ -116,34 +116,34 @@ class GradientsTest(parameterized.TestCase):
     self.check(**kwargs)
 
 
-def _mask_of_prefix(change):
-  """`response._attend` with `change`d masks bool [B, P]."""
+def _lengths_of_prefixes(change):
+  """`response._attend` with `change`d lengths of prefixes int32 [B]."""
   attend = response._attend
 
-  def broken(q, k, v, *, prefix_kv, prefix_mask):
-    return attend(q, k, v, prefix_kv=prefix_kv, prefix_mask=change(prefix_mask))
+  def broken(q, k, v, *, prefix_kv, lengths):
+    return attend(q, k, v, prefix_kv=prefix_kv,
+                  lengths=(change(lengths[0]), lengths[1]))
 
   return mock.patch.object(response, "_attend", broken)
 
 
 def _one_token_short():
-  return _mask_of_prefix(lambda mask: mask & jnp.roll(mask, -1, axis=-1))
+  return _lengths_of_prefixes(lambda lengths: lengths - 1)
 
 
 def _one_token_twice():
   """The last prompt token, which is the suffix's, counts as prefix too."""
-  return _mask_of_prefix(
-      lambda mask: mask | jnp.roll(mask, 1, axis=-1).at[..., 0].set(True))
+  return _lengths_of_prefixes(lambda lengths: lengths + 1)
 
 
 def _member_lost():
   """Same values, but no gradient from a group's first sample to the prefix."""
   attend = response._attend
 
-  def broken(q, k, v, *, prefix_kv, prefix_mask):
-    whole, _ = attend(q, k, v, prefix_kv=prefix_kv, prefix_mask=prefix_mask)
+  def broken(q, k, v, *, prefix_kv, lengths):
+    whole, _ = attend(q, k, v, prefix_kv=prefix_kv, lengths=lengths)
     cut, _ = attend(q, k, v, prefix_kv=jax.lax.stop_gradient(prefix_kv),
-                    prefix_mask=prefix_mask)
+                    lengths=lengths)
     first = (jnp.arange(q.shape[1]) == 0)[:, None, None]
     return jnp.where(first, cut, whole), None
 

@@ -129,6 +129,9 @@ class ProgramsOnGpuTest(parameterized.TestCase):
         Normalizers(num_tokens=_array(), num_sequences=_array()), 1.0, remat,
         True)
     self.assert_donated(program, (grads, kv_grads))
+    self.assertContainsSubset(
+        {"shared_prefix_forward", "shared_prefix_grad_prefix"},
+        program.kernels(program.entry))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,18 @@ from pallas_kernels.shared_prefix_attention.blocks import Sizes
 Implementation = Literal["pallas", "reference"]
 
 
+def supports(head_dim: int, dtype: jax.typing.DTypeLike) -> bool:
+  """Whether the kernels, as tuned, take heads of a size and such numbers.
+
+  Smaller heads would fill less than half of a tile's rows, larger ones don't
+  fit a block's shared memory, and those in between are loaded in pieces of 16
+  numbers. Elsewhere than in an explicit "pallas", what they don't take is left
+  to plain jnp.
+  """
+  return (jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16)
+          and 16 <= head_dim <= 128 and head_dim % 16 == 0)
+
+
 def shared_prefix_attention(
     q: jax.Array, prefix_k: jax.Array, prefix_v: jax.Array,
     suffix_k: jax.Array, suffix_v: jax.Array, prefix_lengths: jax.Array,
@@ -53,7 +65,7 @@ def shared_prefix_attention(
       as P.
     suffix_lengths: integers [B, G], alike.
     implementation: None takes the kernels where the program is compiled for
-      CUDA, and plain jnp elsewhere.
+      CUDA and they `supports` the heads, and plain jnp elsewhere.
     interpret: run the kernels as plain jax, for tests; needs "pallas".
     tuning: tiles of the kernels; None takes `tuning.default`.
 
@@ -128,7 +140,8 @@ class _How:
 
   def choose(self, pallas, plain, *arrays):
     """One of the two functions, or either as the platform wants it."""
-    if self.implementation is None:
+    if self.implementation is None and supports(
+        self.sizes.head_dim, arrays[0].dtype):
       return jax.lax.platform_dependent(*arrays, cuda=pallas, default=plain)
     return (pallas if self.implementation == "pallas" else plain)(*arrays)
 

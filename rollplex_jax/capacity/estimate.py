@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import jax.numpy as jnp
+
+from pallas_kernels.shared_prefix_attention import api
 from rollplex_jax.capacity.case import Case
 from rollplex_jax.capacity.costs import causal_pairs
 from rollplex_jax.capacity.deviceless import Collective
@@ -44,6 +47,9 @@ class _Shapes:
     self.parts = size // self.tp  # Of a batch, in training.
     self.rollout_parts = size // self.rollout_tp
     self.heads, self.mlp = t.num_attention_heads, t.intermediate_size
+    # Where kernels run, suffixes have no scores in memory.
+    self.kernels = case.spec.kind == "cuda" and api.supports(
+        t.head_dim, jnp.bfloat16)
     self.p, self.r = case.length, w.response_length
     self.b, self.g = w.num_prompts, w.num_generations
 
@@ -90,23 +96,33 @@ class _Shapes:
 
   def _suffix_scores(self) -> float:
     """float32, of one layer: queries of a group to its prefix."""
+    if self.kernels:
+      return 0.0
     b, g = self.case.block
     return (4 * b / self.parts * g * self.heads / self.tp * self.r * self.p)
 
   def score(self) -> float:
-    """Scores, and probabilities in bfloat16."""
+    """Scores, and probabilities in bfloat16, or else some activations."""
     b, g = self.case.block
-    return 1.75 * self._suffix_scores() + self._head(b * g / self.parts)
+    scores = 1.75 * self._suffix_scores()
+    return (scores or self._activations(4, 2)) + self._head(b * g / self.parts)
+
+  def _activations(self, wide: float, mlp: float) -> float:
+    """Of a block's suffixes, so many of size D and of the MLP's hidden size."""
+    b, g = self.case.block
+    return 2 * b / self.parts * g * self.r * (
+        wide * self.d + mlp * self.mlp / self.tp)
 
   def _head(self, samples: float) -> float:
     tokens = min(_HEAD_CHUNK / self.parts, samples * self.r)
     return 4 * tokens * self.vocab / self.tp
 
   def gradient(self) -> float:
-    """Scores and their gradient, and layer inputs."""
+    """Layer inputs, and scores and their gradient or else some activations."""
     b, g = self.case.block
-    rows = b / self.parts * g * self.r
-    return (2.5 * self._suffix_scores() + 2 * rows * self.d * self.layers
+    scores = 2.5 * self._suffix_scores()
+    return ((scores or self._activations(6, 9))
+            + self._activations(self.layers, 0)
             + 2 * self._head(b * g / self.parts))
 
   def prefix_backward(self) -> float:

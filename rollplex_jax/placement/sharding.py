@@ -267,18 +267,34 @@ class Placement:
     return math.prod(self.mesh.shape[axis] for axis in self.text.batch)
 
 
-_current: contextvars.ContextVar[tuple[Mesh, Rules] | None] = (
+_current: contextvars.ContextVar[tuple[Mesh, Rules | None] | None] = (
     contextvars.ContextVar("sharding", default=None))
 
 
 @contextlib.contextmanager
 def use(mesh: Mesh | None, rules: Rules | None = None) -> Iterator[None]:
-  """Makes `constrain` work, while a program is traced; None for nothing."""
+  """Makes `constrain` work, while a program is traced.
+
+  With a mesh alone nothing is constrained, but `is_free`; without either,
+  arrays are whole or, inside `shard_map`, a device's own.
+  """
   token = _current.set(None if mesh is None else (mesh, rules))
   try:
     yield
   finally:
     _current.reset(token)
+
+
+def is_free() -> bool:
+  """Whether the compiler splits arrays over devices without any rules."""
+  current = _current.get()
+  return current is not None and current[1] is None and current[0].size > 1
+
+
+def _ruled() -> tuple[Mesh, Rules] | None:
+  """The mesh and the rules in use, if there are rules."""
+  current = _current.get()
+  return None if current is None or current[1] is None else current
 
 
 def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
@@ -288,7 +304,7 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
     x: an array.
     logical: a logical axis per dimension, or None.
   """
-  current = _current.get()
+  current = _ruled()
   if current is None:
     return x
   if len(logical) != x.ndim:
@@ -298,15 +314,15 @@ def constrain(x: jax.Array, *logical: str | None) -> jax.Array:
 
 
 def mesh() -> Mesh | None:
-  """The mesh in use, if any."""
-  current = _current.get()
+  """The mesh of the rules in use, if any."""
+  current = _ruled()
   return None if current is None else current[0]
 
 
 def axes_of(shape: Sequence[int], *logical: str | None
             ) -> tuple[tuple[str, ...], ...]:
   """The mesh axes by which `constrain` splits each dimension of a shape."""
-  current = _current.get()
+  current = _ruled()
   if current is None:
     return ((),) * len(logical)
   mesh, rules = current
@@ -317,7 +333,7 @@ def axes_of(shape: Sequence[int], *logical: str | None
 
 def ways(axes: Sequence[str]) -> int:
   """Into how many parts mesh axes split a dimension, on the mesh in use."""
-  current = _current.get()
+  current = _ruled()
   return 1 if current is None else _shape_of(current[0]).ways(axes)
 
 
@@ -327,14 +343,14 @@ def in_order(*values: Any) -> Any:
   Without that a compiler may cut a device's part out of an array long after the
   array was made, and keep the whole of it until then.
   """
-  if _current.get() is None:
+  if _ruled() is None:
     return values
   return jax.lax.optimization_barrier(values)
 
 
 def batch_ways() -> int:
   """Into how many parts the rules in use split a batch."""
-  current = _current.get()
+  current = _ruled()
   if current is None:
     return 1
   mesh, rules = current

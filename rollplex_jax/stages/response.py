@@ -17,7 +17,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from rollplex_jax.models import decoder, layers
+from rollplex_jax.models import decoder, layers, shared_prefix
 from rollplex_jax.models.config import ModelConfig, TextConfig
 from rollplex_jax.models.inputs import PromptInputs
 from rollplex_jax.models.weights import Params
@@ -81,49 +81,31 @@ def response_logprobs(
   x = decoder.embed(text, token_ids)
   # One group axis, for positions and prefix are the same for all samples.
   angles = tuple(a[:, None] for a in decoder.rope(config.text, positions))
-  p = prompts.token_ids.shape[1]
-  prefix_mask = jnp.arange(p) < prompts.lengths[:, None] - 1
+  lengths = prompts.lengths - 1, responses.lengths
   run = functools.partial(_layer, config.text)
   if remat:
     run = layers.finish_backward(jax.checkpoint(run))
   for w, kv in zip(text["layers"], prefix_kv, strict=True):
-    x = run(w, x, angles, kv, prefix_mask)
+    x = run(w, x, angles, kv, lengths)
   hidden = layers.rms_norm(x, text["norm"], config.text.rms_norm_eps)
   return decoder.token_logprobs(
       text, hidden, responses.token_ids, temperature,
       with_entropy=with_entropy)
 
 
-def _layer(config: TextConfig, w: Params, x, angles, prefix_kv, prefix_mask):
-  attend = functools.partial(
-      _attend, prefix_kv=prefix_kv, prefix_mask=prefix_mask)
+def _layer(config: TextConfig, w: Params, x, angles, prefix_kv, lengths):
+  attend = functools.partial(_attend, prefix_kv=prefix_kv, lengths=lengths)
   return decoder.layer(w, config, x, angles, attend)[0]
 
 
-def _attend(q, k, v, *, prefix_kv, prefix_mask):
+def _attend(q, k, v, *, prefix_kv, lengths):
   """Attention of suffixes to their prefix and, causally, to themselves.
 
-  q [B, G, R, H, h], k and v [B, G, R, K, h]; returns [B, G, R, H*h] and None.
+  q [B, G, R, H, h], k and v [B, G, R, K, h], lengths of prefixes [B] and
+  suffixes [B, G]; returns [B, G, R, H*h] and None.
   """
-  b, g, r, num_heads, h = q.shape
-  num_kv = k.shape[3]
-  groups = num_heads // num_kv
-  q = (q * h ** -0.5).reshape(b, g, r, num_kv, groups, h)
-  q = q.transpose(0, 1, 3, 4, 2, 5)  # [B, G, K, q, R, h]
-  near = layers.attend_part(
-      q.reshape(b * g, num_kv, groups * r, h),
-      k.transpose(0, 1, 3, 4, 2).reshape(b * g, num_kv, h, r),
-      v.transpose(0, 1, 3, 2, 4).reshape(b * g, num_kv, r, h),
-      jnp.tile(layers.causal_mask(r), (groups, 1)))
-  # All of a group's queries are rows of one product with its prefix.
-  far = layers.attend_part(
-      q.transpose(0, 2, 1, 3, 4, 5).reshape(b, num_kv, g * groups * r, h),
-      *prefix_kv, prefix_mask[:, None, None, :])
-  near = [a.reshape(b, g, num_kv, groups * r, -1) for a in near]
-  far = [a.reshape(b, num_kv, g, groups * r, -1).swapaxes(1, 2) for a in far]
-  out = layers.join_parts(far, near).astype(v.dtype)
-  out = out.reshape(b, g, num_kv, groups, r, h).transpose(0, 1, 4, 2, 3, 5)
-  return out.reshape(b, g, r, num_heads * h), None
+  out = shared_prefix.attend_suffixes(q, k, v, prefix_kv, *lengths)
+  return out.reshape(*q.shape[:3], -1), None
 
 
 def loss_and_grad(

@@ -13,7 +13,7 @@ from flax import struct
 import jax
 import jax.numpy as jnp
 
-from rollplex_jax.models import decoder, layers
+from rollplex_jax.models import decoder, layers, shared_prefix
 from rollplex_jax.models.config import ModelConfig, TextConfig
 from rollplex_jax.models.inputs import PromptInputs
 from rollplex_jax.models.weights import Params
@@ -68,14 +68,15 @@ class DecodeInputs:
 
   Attributes:
     prefix_kv: per layer, keys [B, K, h, P] and values [B, K, P, h].
-    prefix_mask: bool [B, P], prefix entries that exist.
+    prefix_lengths: int32 [B], prefix entries that exist; -1 where a row pads
+      the batch.
     last_position: int32 [3, B], of the last prompt token.
     next_position: int32 [B], of the first response token.
     keys: typed PRNG keys [N].
   """
 
   prefix_kv: list[tuple[jax.Array, jax.Array]]
-  prefix_mask: jax.Array
+  prefix_lengths: jax.Array
   last_position: jax.Array
   next_position: jax.Array
   keys: jax.Array
@@ -84,12 +85,11 @@ class DecodeInputs:
 def decode_inputs(prompts: PromptInputs, prefix_kv,
                   keys: jax.Array) -> DecodeInputs:
   """Collects what the steps read, for keys [B, G]."""
-  p = prompts.token_ids.shape[1]
   last_position = jnp.take_along_axis(
       prompts.positions, prompts.lengths[None, :, None] - 1, axis=2)
   return DecodeInputs(
       prefix_kv=prefix_kv,
-      prefix_mask=jnp.arange(p) < prompts.lengths[:, None] - 1,
+      prefix_lengths=prompts.lengths - 1,
       last_position=last_position[..., 0],
       next_position=prompts.next_position,
       keys=keys.reshape(-1))
@@ -208,7 +208,7 @@ def attend(inputs: DecodeInputs, state: DecodeState, layer: int, *,
   """
   return functools.partial(
       attend_step, prefix=inputs.prefix_kv[layer], suffix=state.cache[layer],
-      index=state.index, prefix_mask=inputs.prefix_mask, write=write)
+      index=state.index, prefix_lengths=inputs.prefix_lengths, write=write)
 
 
 def draw(text: Params, config: TextConfig,
@@ -225,7 +225,7 @@ def draw(text: Params, config: TextConfig,
                  logprobs.reshape(b, g), cache)
 
 
-def attend_step(q, k, v, *, prefix, suffix, index, prefix_mask, write=True):
+def attend_step(q, k, v, *, prefix, suffix, index, prefix_lengths, write=True):
   """Attention of one query per sample to shared prefix and own suffix.
 
   Args:
@@ -235,42 +235,24 @@ def attend_step(q, k, v, *, prefix, suffix, index, prefix_mask, write=True):
     prefix: keys [B, K, h, P] and values [B, K, P, h] of the prompts.
     suffix: keys [N, K, h, R] and values [N, K, R, h].
     index: int32 scalar, how many entries the suffix has.
-    prefix_mask: bool [B, P].
+    prefix_lengths: int32 [B].
     write: put k and v into the suffix first.
 
   Returns:
     [B, G, H*h], and the suffix with k and v at `index`; or unless `write` that
     entry, [N, K, h, 1] and [N, K, 1, h].
   """
-  b, g, num_heads, h = q.shape
-  num_kv = k.shape[2]
+  b, g, num_kv, h = k.shape
   entry = k.reshape(b * g, num_kv, h, 1), v.reshape(b * g, num_kv, 1, h)
-  q = (q * h ** -0.5).reshape(b, g, num_kv, num_heads // num_kv, h)
-  places = jnp.arange(suffix[0].shape[-1])
   if write:
     suffix = extra = write_entry(suffix, entry, index)
-    own, suffix_mask = (), places <= index
+    count, own = index + 1, ()
   else:
     extra = entry
-    own, suffix_mask = (_attend_one(q, k, v),), places < index
-  # A group's queries are rows of one product with their prompt's prefix.
-  far = layers.attend_part(
-      q.swapaxes(1, 2).reshape(b, num_kv, -1, h), *prefix,
-      prefix_mask[:, None, None, :])
-  near = layers.attend_part(
-      q.reshape(b * g, num_kv, -1, h), *suffix, suffix_mask)
-  far = [a.reshape(b, num_kv, g, -1, a.shape[-1]).swapaxes(1, 2) for a in far]
-  near = [a.reshape(b, g, num_kv, -1, a.shape[-1]) for a in near]
-  out = layers.join_parts(far, near, *own).astype(q.dtype)
-  return out.reshape(b, g, num_heads * h), extra
-
-
-def _attend_one(q, k, v):
-  """`layers.attend_part` for one key: q [..., q, h], k and v [..., h]."""
-  score = jnp.einsum("...qh,...h->...q", q, k,
-                     preferred_element_type=jnp.float32)[..., None]
-  values = v[..., None, :].astype(jnp.float32)
-  return score, jnp.ones_like(score), values
+    count, own = index, (k, v)
+  out = shared_prefix.attend_one(
+      q, prefix, suffix, prefix_lengths, count, own)
+  return out.reshape(b, g, -1), extra
 
 
 def write_entry(suffix, entry, index: jax.Array):

@@ -38,12 +38,12 @@ def h100_mesh(shape: Sequence[int],
   return jax.sharding.Mesh(np.array(found).reshape(shape), axes)
 
 
-def compile_for_gpu(function, *args, options=None) -> Program:
+def compile_for_gpu(function, *args, options=None, **kwargs) -> Program:
   """Compiles a jitted function for the devices of its arguments' shardings.
 
   `options` are of the compiler, beside what is needed here.
   """
-  lowered = function.trace(*args).lower(lowering_platforms=("cuda",))
+  lowered = function.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
   with deviceless.no_persistent_cache():
     # Autotuning would run kernels.
     compiled = lowered.compile(
@@ -132,6 +132,13 @@ class Program:
             line.attribute(f"{case}_computation") for case in ("true", "false")]
       for name in called:
         yield from self.with_calls(self.computations[name])
+
+  def kernels(self, lines: list[Instruction]) -> list[str]:
+    """Names of the Pallas kernels that a computation and its calls run."""
+    return [
+        re.search(r'\bname = "(\w+)"', line.rest)[1]
+        for line in self.with_calls(lines) if line.op == "custom-call"
+        and line.rest.endswith("}") and "xla.gpu.triton" in line.rest]
 
   def stream_calls(self, lines: list[Instruction]) -> list[Instruction]:
     """Starts and ends of the calls on streams that compute, in order.

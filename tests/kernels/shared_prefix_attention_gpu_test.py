@@ -70,8 +70,6 @@ def _pass(*arrays):
 
 
 @pytest.mark.cuda_plugin
-# Said by jax 0.12 of every kernel.
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @absltest.skipUnless(ptxas.can_compile(), "needs jax's CUDA plugin and ptxas")
 class SharedPrefixAttentionOnGpuTest(parameterized.TestCase):
 

@@ -214,6 +214,16 @@ class ConstrainTest(absltest.TestCase):
     with sharding.use(None, None):
       self.assertIs(sharding.constrain(x, "no", "matter"), x)
 
+  def test_without_rules_the_compiler_is_free(self):
+    x = jnp.ones((4, 4))
+    for count, free in ((8, True), (1, False)):
+      mesh = MeshShape(data=count).make(jax.devices()[:count])
+      with sharding.use(mesh):
+        self.assertIs(sharding.constrain(x, "no", "matter"), x)
+        self.assertIsNone(sharding.mesh())
+        self.assertEqual(sharding.is_free(), free)
+    self.assertFalse(sharding.is_free())
+
   def test_a_program_is_split(self):
     shape = MeshShape(data=2, tp_major=2, tp_minor=2)
     mesh, split = shape.make(), rules(shape, ("tp_major",))

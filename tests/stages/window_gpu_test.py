@@ -166,6 +166,13 @@ class WindowOnGpuTest(absltest.TestCase):
     self.assertEqual(sums.count((_ROWS, _D)), 2 * (_LAYERS - 1), sums)
     self.assertLessEqual(len(sums), 2 * _LAYERS + 2, sums)
 
+  def test_steps_attend_by_kernels(self):
+    """In each loop with a decode step; in the reference's, inside of calls."""
+    step = ["shared_prefix_decode", "shared_prefix_join"] * _LAYERS
+    self.assertCountEqual([self.program.kernels(b) for b in self.bodies],
+                          [step] * 3 + [[]] * 2)
+    self.assertEqual(self.program.kernels(self.body("reference")), step)
+
   def test_no_cache_and_no_weight_is_copied(self):
     k, n = _K // _TP * _HEAD, _B * _G
     counts = {_B * k * _P, _B * _P * _D // _TP, _F // _TP * _D,
