@@ -15,7 +15,8 @@ def take_rows(table: jax.Array | LegoArray, index: jax.Array) -> jax.Array:
   return table[index]
 
 
-def matmul(x: jax.Array, w: jax.Array | LegoArray, dtype=None) -> jax.Array:
+def matmul(x: jax.Array, w: jax.Array | LegoArray, dtype=None, *,
+           implementation: str | None = None) -> jax.Array:
   """x times a weight stored as [in, out].
 
   A LegoArray is decoded where it is used, in the dtype of `x`: on an NVIDIA GPU
@@ -27,6 +28,8 @@ def matmul(x: jax.Array, w: jax.Array | LegoArray, dtype=None) -> jax.Array:
     w: [in, out].
     dtype: of the product; None keeps the operands', or that of `x` for a
       LegoArray.
+    implementation: of products with a LegoArray, as in
+      `pallas_kernels.codebook_matmul.api`.
 
   Returns:
     [..., out]. The gradient with respect to `x` is that of the dense product;
@@ -39,19 +42,19 @@ def matmul(x: jax.Array, w: jax.Array | LegoArray, dtype=None) -> jax.Array:
   if isinstance(w, LegoArray):
     product = (codebook.codebook_matmul if w.storage is Storage.IN_OUT
                else codebook.codebook_matmul_transposed)
-    return product(x, w, dtype=dtype)
+    return product(x, w, dtype=dtype, implementation=implementation)
   return jax.lax.dot_general(
       x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype)
 
 
-def matmul_transposed(x: jax.Array, w: jax.Array | LegoArray,
-                      dtype=None) -> jax.Array:
+def matmul_transposed(x: jax.Array, w: jax.Array | LegoArray, dtype=None, *,
+                      implementation: str | None = None) -> jax.Array:
   """x times the transpose of a weight stored as [out, in]; as `matmul`."""
   _check(x, w, 1)
   if isinstance(w, LegoArray):
     product = (codebook.codebook_matmul if w.storage is Storage.OUT_IN
                else codebook.codebook_matmul_transposed)
-    return product(x, w, dtype=dtype)
+    return product(x, w, dtype=dtype, implementation=implementation)
   return jax.lax.dot_general(
       x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
 

@@ -1,25 +1,19 @@
 """Decoding and training through the attention kernels, compiled for H100s."""
 
-import functools
 import math
 
 from absl.testing import absltest, parameterized
-import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 import pytest
 
 from rollplex_jax import programs
-from rollplex_jax.models import decoder, vlm
 from rollplex_jax.models.config import ModelConfig, TextConfig
-from rollplex_jax.models.inputs import PromptInputs
-from rollplex_jax.models.weights import is_weight
-from rollplex_jax.placement import sharding
-from rollplex_jax.placement.sharding import MeshShape, Placement
+from rollplex_jax.placement.sharding import MeshShape
 from rollplex_jax.stages.objectives import Normalizers, ObjectiveConfig
 from rollplex_jax.stages.response import GroupResponses
 from rollplex_jax.stages.sampling import SamplingConfig
 from tests.helpers import devices, gpu_program
+from tests.helpers.gpu_arguments import Arguments
 
 devices.use_virtual_devices()
 
@@ -42,51 +36,6 @@ _MESHES = (MeshShape(), MeshShape(data=2, tp_major=2),
            MeshShape(tp_major=2, tp_minor=2))
 
 
-class _Arguments:
-  """Abstract arguments of programs, as they lie on a mesh of H100s."""
-
-  def __init__(self, shape: MeshShape):
-    rules = sharding.make_rules(
-        shape, vlm.axis_sizes(_CONFIG)["text"], sharding.TENSOR_AXES,
-        what="test")
-    mesh = gpu_program.h100_mesh(
-        [getattr(shape, axis) for axis in sharding.AXES], sharding.AXES)
-    self._shape, self._rules = shape, rules
-    self._place = Placement(mesh, rules, rules)
-    self.place = None if shape.size == 1 else self._place
-
-  def ways(self, axis: str) -> int:
-    """Into how many parts a logical axis is split."""
-    return self._shape.ways(getattr(self._rules, axis))
-
-  def array(self, *shape, dtype=jnp.float32, axes=("batch",)):
-    spec = self._rules.spec(*axes) if shape else PartitionSpec()
-    return jax.ShapeDtypeStruct(
-        shape, dtype, sharding=NamedSharding(self._place.mesh, spec))
-
-  def text(self, dtype=jnp.bfloat16):
-    place = self._place.master if dtype == jnp.float32 else (
-        self._place.storage)
-    declared = {"text": decoder.weights(_CONFIG.text)}
-    return jax.tree.map(
-        lambda w, s: jax.ShapeDtypeStruct(w.shape, dtype, sharding=s),
-        declared, place(declared), is_leaf=is_weight)["text"]
-
-  def prompts(self):
-    ints = functools.partial(self.array, dtype=jnp.int32)
-    return PromptInputs(
-        token_ids=ints(_B, _P), lengths=ints(_B),
-        positions=ints(3, _B, _P, axes=(None, "batch")),
-        feature_index=ints(_B, _P), next_position=ints(_B), row_ids=ints(_B))
-
-  def kv(self, dtype=jnp.bfloat16):
-    t = _CONFIG.text
-    k, h = t.num_key_value_heads, t.head_dim
-    of = functools.partial(
-        self.array, dtype=dtype, axes=("batch", "kv_heads", None, None))
-    return [(of(_B, k, h, _P), of(_B, k, _P, h))] * _LAYERS
-
-
 @pytest.mark.cuda_plugin
 @absltest.skipUnless(gpu_program.has_plugin(), "needs jax's CUDA plugin")
 class AttentionOnGpuTest(parameterized.TestCase):
@@ -103,12 +52,11 @@ class AttentionOnGpuTest(parameterized.TestCase):
 
   @parameterized.product(shape=_MESHES)
   def test_decode(self, shape):
-    a = _Arguments(shape)
+    a = Arguments(_CONFIG, shape, _B, _P)
     program = gpu_program.compile_for_gpu(
         programs.decode, {"text": a.text()}, _CONFIG,
         SamplingConfig(max_completion_length=_R, eos_token_ids=(5,)),
-        a.prompts(), a.kv(), a.array(
-            _B, _G, dtype=jax.eval_shape(lambda: jax.random.key(0)).dtype),
+        a.prompts(), a.kv(), a.keys(_B, _G),
         place=a.place)
     body, = program.loop_bodies()
     self.assertEqual(program.kernels(body), _STEP * _LAYERS)
@@ -121,7 +69,7 @@ class AttentionOnGpuTest(parameterized.TestCase):
   @parameterized.parameters(
       (_MESHES[0], False), (_MESHES[1], True), (_MESHES[2], False))
   def test_gradient(self, shape, remat):
-    a = _Arguments(shape)
+    a = Arguments(_CONFIG, shape, _B, _P)
     by_token = a.array(_B, _G, _R)
     program = gpu_program.compile_for_gpu(
         programs.gradient_suffix, {"text": a.text()}, {}, a.text(jnp.float32),
