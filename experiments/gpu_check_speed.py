@@ -2,8 +2,8 @@
 
 A product with a compressed matrix is limited by the matrix's bytes, so is a
 decode step of attention by those of keys and values; both are told as a share of
-what a large copy reaches. Beside them runs what would be used without them:
-cuBLAS with a dense bfloat16 matrix, and `jax.nn.dot_product_attention` over keys
+what a large copy reaches. Beside them runs what would be used without them: a dense
+bfloat16 matrix and cuBLAS, and `jax.nn.dot_product_attention` over keys
 and values that every sample has for itself.
 """
 
@@ -35,7 +35,8 @@ _DTYPE = jnp.bfloat16
 _TINY_MATRIX = matrices.Shape(model="tiny", name="q", out=64, inputs=128)
 _TINY_SHAPE = Shape(prompts=1, samples=2, suffix=4, prefix=16, heads=2,
                     kv_heads=1, head_dim=16)
-# XLA would otherwise choose between cuBLAS and kernels of its own.
+# XLA would otherwise choose between cuBLAS and Triton. One row alone it
+# multiplies in a kernel of its own all the same; `peer_kernels` tells.
 _CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 _TRAINED = ("qwen2.5-vl-7b_video", "qwen2.5-0.5b_text")
 
@@ -146,7 +147,7 @@ def _products(rng, implementations, dense: dict, interpret: bool, shape,
 
 
 def _product_row(kernel, case, name, rows, bits, timing, peer, nbytes, timer):
-  row = _row(kernel, name, f"{rows} rows, {case}", timing, peer, "cuBLAS bf16")
+  row = _row(kernel, name, f"{rows} rows, {case}", timing, peer, "dense bf16")
   row |= _bandwidth(timing, nbytes, timer)
   if kernel == "codebook_matmul" and rows <= FEW_ROWS:
     row["goals"] = {"share_of_copy": GOAL_OF_COPY}
@@ -159,9 +160,7 @@ def _cublas(contract: int, sets, timer: Timer) -> Program:
   """x times a dense matrix, over the matrix's dimension `contract`."""
 
   def product(x, w):
-    return jax.lax.dot_general(
-        x, w, (((1,), (contract,)), ((), ())),
-        preferred_element_type=jnp.float32).astype(x.dtype)
+    return jax.lax.dot_general(x, w, (((1,), (contract,)), ((), ())))
 
   return Program(product, sets,
                  options=None if timer.reason == "not a GPU" else _CUBLAS)

@@ -26,6 +26,7 @@ _FLAG_MODULES = {
     "decompress": ("experiments.decompress",),
     "evaluate": ("experiments.evaluate",),
     "generate": ("experiments.generate", "experiments.row_inputs"),
+    "gpu_check": ("experiments.gpu_check",),
     "library_texts": ("experiments.library_texts",),
     "plan": ("experiments.plan",),
     "score": ("experiments.score", "experiments.row_inputs"),
