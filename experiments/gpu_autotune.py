@@ -78,7 +78,7 @@ def run(rng: np.random.Generator, timer: Timer, *, interpret: bool,
       continue
     try:
       row = _tune(case, timer, now + (deadline - now) / (len(cases) - i),
-                  most=2 if interpret else None)
+                  most=1 if interpret else None)
     except Exception as error:  # Of one case: the others can be tuned still.
       result["failed"].append(f"{case.kernel}, {case.name}: "
                               f"{type(error).__name__}: {str(error)[:300]}")

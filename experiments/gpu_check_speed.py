@@ -133,7 +133,7 @@ def _products(rng, implementations, dense: dict, interpret: bool, shape,
         labels.append((m, "cublas"))
         makers.append(functools.partial(
             _cublas, contract, [(xs[m][i % len(ws)], d)
-                                for i, d in enumerate(copies)], timer))
+                                for i, d in enumerate(copies)]))
     found = _measure(timer, labels, makers)
     for m in wanted:
       dense[key(m)] = found[m, "cublas"]
@@ -156,14 +156,13 @@ def _product_row(kernel, case, name, rows, bits, timing, peer, nbytes, timer):
   return row | {"rows": rows, "bits": bits}
 
 
-def _cublas(contract: int, sets, timer: Timer) -> Program:
+def _cublas(contract: int, sets) -> Program:
   """x times a dense matrix, over the matrix's dimension `contract`."""
 
   def product(x, w):
     return jax.lax.dot_general(x, w, (((1,), (contract,)), ((), ())))
 
-  return Program(product, sets,
-                 options=None if timer.reason == "not a GPU" else _CUBLAS)
+  return Program(product, sets, options=_CUBLAS)
 
 
 def _lookup(rng, implementations, interpret, shape) -> Job:
