@@ -15,7 +15,7 @@ import numpy as np
 
 from experiments import gpu_check_inputs as inputs
 from experiments.gpu_check_numerics import relative_error
-from experiments.gpu_check_speed import how
+from experiments.gpu_check_speed import TINY_MATRIX, TINY_SHAPE, how
 from experiments.gpu_timing import Program, Timer, compile_all, num_sets
 from legolm_jax.array import Storage
 from pallas_kernels.codebook_matmul import api as codebook
@@ -30,9 +30,6 @@ _AT_ONCE = 8
 # Between two tunings in bfloat16: each may be off by half of it.
 _DIFFERENCE = 1e-2
 _DTYPE = jnp.bfloat16
-_TINY_MATRIX = matrices.Shape(model="tiny", name="q", out=64, inputs=128)
-_TINY_SHAPE = Shape(prompts=1, samples=2, suffix=4, prefix=16, heads=2,
-                    kv_heads=1, head_dim=16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +133,8 @@ def _numbers(results) -> np.ndarray:
 
 def _cases(rng, interpret: bool) -> tuple[list[Case], list[str]]:
   if interpret:
-    products = [(_TINY_MATRIX, Storage.OUT_IN, 1, False)]
-    calls = [("decode", "tiny", _TINY_SHAPE)]
+    products = [(TINY_MATRIX, Storage.OUT_IN, 1, False)]
+    calls = [("decode", "tiny", TINY_SHAPE)]
   else:
     gate = next(m for m in matrices.QWEN2_5_7B if m.name == "gate")
     products = [

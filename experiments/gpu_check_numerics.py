@@ -90,7 +90,7 @@ def run(seed: int, *, interpret: bool, deadline: float) -> dict[str, Any]:
   gaps = gpu_poison.sees_gaps(interpret=interpret)
   result = {
       "failed": [f"unwritten elements would not be seen: {g}" for g in gaps],
-      "poison": {"gaps_seen": not gaps, "pool_bytes": 0},
+      "poison": {"gaps_seen": not gaps, "temp_bytes": 0},
       "checks": [], "skipped": [], "left_out": []}
   found, missing = implementations()
   if interpret:
@@ -127,7 +127,7 @@ def _run_one(check: Check, program, result: dict[str, Any]) -> None:
   except Exception as error:  # What a kernel raises is its failure.
     result["failed"].append(f"{_title(check)}: {_line(error)}")
     return
-  result["poison"]["pool_bytes"] = outcome.pool_bytes
+  result["poison"]["temp_bytes"] += program.temp_bytes
   if not outcome.in_poison:
     result["failed"].append(f"{_title(check)}: results are not written to the "
                             "buffers that were donated for them")

@@ -36,7 +36,7 @@ def _numerics(section) -> Iterator[str]:
   poison = section["poison"]
   yield ("Results were written to buffers that held NaN; a kernel with a gap was "
          f"{'found' if poison['gaps_seen'] else 'NOT found'}; "
-         f"{poison['pool_bytes'] / 1e9:.1f} GB of free memory held NaN too.")
+         f"{poison['temp_bytes'] / 1e6:.1f} MB between kernels were NaN too.")
   yield ""
   worst: dict[tuple, dict[str, Any]] = {}
   count: dict[tuple, int] = {}

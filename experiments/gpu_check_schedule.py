@@ -131,6 +131,8 @@ def _compare(steps: Steps, found: dict[str, ScheduleConfig],
     # other tokens are not to be compared.
     if "serial" in new and new[name]["same_tokens"]:
       new[name] |= gradient_errors(_float32(exact), _float32(gradient))
+  del exact  # As large as two models.
+  gradient = done = None
   for i in range(rounds):
     if i and time.monotonic() > deadline:
       break

@@ -6,13 +6,15 @@ before, by chance often the right number of an earlier run. Two things are done
 about that:
 
 - Every result is given its buffer: a NaN-filled array of its shape is donated to
-  the program, and the pointers are compared. This holds on every platform, but
-  speaks of results only.
-- On a GPU all that is free in the pool is filled with NaN and freed again right
-  before the run. So whatever the program takes, also what passes between its
-  kernels, was NaN, down to holes of less than `_SMALLEST` bytes.
-
-`canary` is a kernel with a gap, by which `sees_gaps` tells whether this works.
+  the program, and the pointers are compared. This proves, on every platform, that
+  what is a number in a result was written by the program.
+- What passes between kernels is one block of memory, whose size the compiled
+  program tells. NaN-filled arrays of that size, and a little larger, are made and
+  deleted right before the run. A GPU's pool takes the smallest free piece that
+  fits: with the same pieces free and the same size asked for it is the same
+  piece. No pointer tells so, but `canary` does: a kernel with gaps, whose NaN
+  must come out of both places (`sees_gaps`). Interpreted kernels begin on NaN
+  anyhow, wherever their results lie.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 import numpy as np
 
-_SMALLEST = 1 << 12
-_LARGEST = 1 << 32
+# Beside that block a program takes little, such as tables of pointers.
+_SLACK = 1 << 16
 _BLOCK = 64
 
 
@@ -41,16 +43,18 @@ class Outcome:
   Attributes:
     results: a tree of arrays.
     in_poison: whether every result lies where NaN was.
-    pool_bytes: of the pool that were filled besides.
   """
 
   results: Any
   in_poison: bool
-  pool_bytes: int
 
 
 class Poisoned:
-  """A compiled function that takes its results' buffers."""
+  """A compiled function that is run on NaN.
+
+  Attributes:
+    temp_bytes: of memory for what passes between its kernels.
+  """
 
   def __init__(self, function: Callable, *args, options=None):
     """Compiles; args are as of later calls, options are the compiler's."""
@@ -63,41 +67,23 @@ class Poisoned:
     self._compiled = jax.jit(
         given, donate_argnums=0, keep_unused=True).lower(
             self._shapes, *args).compile(options)
+    memory = self._compiled.memory_analysis()
+    self.temp_bytes = memory.temp_size_in_bytes if memory else 0
 
   def __call__(self, *args) -> Outcome:
     jax.block_until_ready(args)
-    pool_bytes = fill_pool(jax.devices()[0])
     buffers = jax.block_until_ready(jax.tree.map(
         lambda a: jnp.full(a.shape, jnp.nan, a.dtype), self._shapes))
     given = [b.unsafe_buffer_pointer() for b in jax.tree.leaves(buffers)]
+    if self.temp_bytes:
+      held = [jax.block_until_ready(_nan(-(-size // 4))) for size in (
+          self.temp_bytes, _SLACK, self.temp_bytes + _SLACK)]
+      for array in held:
+        array.delete()
     results = jax.block_until_ready(self._compiled(buffers, *args))
     taken = [r.unsafe_buffer_pointer() for r in jax.tree.leaves(results)]
     # Results of one shape may change places.
-    return Outcome(results, sorted(given) == sorted(taken), pool_bytes)
-
-
-def fill_pool(device: jax.Device) -> int:
-  """Fills a GPU's free memory, of XLA's pool, with NaN and frees it.
-
-  Returns:
-    How many bytes; 0 where there is no such pool.
-  """
-  stats = device.memory_stats() if device.platform == "gpu" else None
-  if not stats or "largest_free_block_bytes" not in stats:
-    return 0
-  held, size = [], _LARGEST
-  while size >= _SMALLEST:
-    if device.memory_stats()["largest_free_block_bytes"] < size:
-      size //= 2
-      continue
-    try:
-      held.append(jax.block_until_ready(_nan(size // 4)))
-    except jax.errors.JaxRuntimeError:  # Taken since, or in several pieces.
-      size //= 2
-  filled = sum(a.nbytes for a in held)
-  for array in held:
-    array.delete()
-  return filled
+    return Outcome(results, sorted(given) == sorted(taken))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -182,7 +182,7 @@ class Timer:
 
   def _by_trace(self, programs) -> list[Timing]:
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = options.host_tracer_level = 0
+    options.python_tracer_level, options.host_tracer_level = 0, 1
     with tempfile.TemporaryDirectory() as folder:
       with jax.profiler.trace(folder, profiler_options=options):
         self._copy.run(10)  # Out of an idle clock rate.

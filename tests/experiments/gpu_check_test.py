@@ -179,6 +179,8 @@ class PoisonTest(absltest.TestCase):
     outcome = run(x)
     self.assertTrue(outcome.in_poison)
     np.testing.assert_array_equal(outcome.results[2], 64 * 64)
+    run._compiled = lambda _, x: (x @ x, x + 1, x.sum())
+    self.assertFalse(run(x).in_poison)
 
 
 class TimingTest(absltest.TestCase):
