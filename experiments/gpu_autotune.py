@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
+import importlib
 import itertools
 import time
 from typing import Any
@@ -20,7 +21,6 @@ from experiments.gpu_timing import Program, Timer, compile_all, num_sets
 from legolm_jax.array import Storage
 from pallas_kernels.codebook_matmul import api as codebook
 from pallas_kernels.codebook_matmul import shapes as matrices
-from pallas_kernels.codebook_matmul import tuning as codebook_tuning
 from pallas_kernels.codebook_matmul.packed import Packed
 from pallas_kernels.shared_prefix_attention import api as attention
 from pallas_kernels.shared_prefix_attention import tuning as attention_tuning
@@ -30,6 +30,11 @@ _AT_ONCE = 8
 # Between two tunings in bfloat16: each may be off by half of it.
 _DIFFERENCE = 1e-2
 _DTYPE = jnp.bfloat16
+# Each with `default` and `candidates`.
+_TUNINGS = {
+    "pallas": "pallas_kernels.codebook_matmul.tuning",
+    "triton": "pallas_kernels.codebook_matmul.triton_tuning",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +55,15 @@ class Case:
   prepare: Callable[[], Callable[[Any], Program]]
 
 
-def run(rng: np.random.Generator, timer: Timer, *, interpret: bool,
-        deadline: float) -> dict[str, Any]:
+def run(rng: np.random.Generator, timer: Timer,
+        implementations: Sequence[str], *, interpret: bool, deadline: float
+        ) -> dict[str, Any]:
   """Tunes case by case; each gets an equal share of the time that is left.
 
   Args:
     rng: draws the inputs.
     timer: measures.
+    implementations: of the codebook functions.
     interpret: run Pallas kernels as plain jax, on tiny inputs.
     deadline: of `time.monotonic`.
 
@@ -66,7 +73,7 @@ def run(rng: np.random.Generator, timer: Timer, *, interpret: bool,
     "refused" by the compiler and "left_out"; "failed", a line for each tuning
     that gives something else; "left_out" and "skipped".
   """
-  cases, skipped = _cases(rng, interpret)
+  cases, skipped = _cases(rng, implementations, interpret)
   result = {"rows": [], "failed": [], "skipped": skipped, "left_out": []}
   for i, case in enumerate(cases):
     now = time.monotonic()
@@ -93,7 +100,8 @@ def _tune(case: Case, timer: Timer, deadline: float, most: int | None
   default, = timer.measure([first])
   best, best_tuning, wrong = default, case.start, []
   tried = refused = 0
-  rest = itertools.islice(case.candidates, most)
+  rest = itertools.islice(
+      (t for t in case.candidates if t != case.start), most)
   while time.monotonic() < deadline and (
       batch := list(itertools.islice(rest, _AT_ONCE))):
     programs = compile_all([functools.partial(make, t) for t in batch])
@@ -131,7 +139,9 @@ def _numbers(results) -> np.ndarray:
                          for a in jax.tree.leaves(results)])
 
 
-def _cases(rng, interpret: bool) -> tuple[list[Case], list[str]]:
+def _cases(rng, implementations, interpret: bool
+           ) -> tuple[list[Case], list[str]]:
+  """What to tune, in order of importance, and what can't be."""
   if interpret:
     products = [(TINY_MATRIX, Storage.OUT_IN, 1, False)]
     calls = [("decode", "tiny", TINY_SHAPE)]
@@ -149,20 +159,27 @@ def _cases(rng, interpret: bool) -> tuple[list[Case], list[str]]:
         ("decode", video), ("decode", "qwen2.5-vl-7b_group1"),
         ("forward", video), ("grad_prefix", video), ("grad_q", video),
         ("grad_suffix", video))]
-  skipped = []
-  found = getattr(codebook_tuning, "candidates", None)
-  if found is None:
-    products, skipped = [], ["codebook_matmul: it has no candidates"]
-  one = [_product_case(rng, interpret, found, *args) for args in products]
+  one, skipped = [], []
+  for args in products:
+    for name in implementations:
+      try:
+        one.append(_product_case(rng, interpret, name, *args))
+      except (AttributeError, ImportError) as error:
+        skipped.append(f"codebook_matmul by {name}: {error}")
   two = [_attention_case(rng, interpret, *args) for args in calls]
   # In turn: what is left out at the end is of both.
   order = itertools.chain(*itertools.zip_longest(one, two))
-  return [case for case in order if case is not None], skipped
+  return [case for case in order if case is not None], sorted(set(skipped))
 
 
-def _product_case(rng, interpret, candidates, shape, storage, rows,
+def _product_case(rng, interpret, name: str, shape, storage, rows,
                   is_transposed) -> Case:
+  """Raises AttributeError or ImportError if there are no candidates."""
   kernel = "codebook_matmul" + ("_transposed" if is_transposed else "")
+  module = importlib.import_module(_TUNINGS[name])
+  sizes = (rows,)
+  if name == "pallas":
+    sizes += (jnp.dtype(_DTYPE).itemsize, is_transposed)
 
   def prepare():
     w = inputs.matrix(rng, shape.out, shape.inputs, 64, storage)
@@ -170,13 +187,11 @@ def _product_case(rng, interpret, candidates, shape, storage, rows,
     sets = [(inputs.normal(rng, (rows, size), _DTYPE), copy)
             for copy in inputs.copies(w, num_sets(Packed.of(w).nbytes))]
     return lambda tuning: Program(functools.partial(
-        getattr(codebook, kernel), config=tuning, **how("pallas", interpret)),
-        sets)
+        getattr(codebook, kernel), config=tuning, **how(name, interpret)), sets)
 
-  sizes = (rows, jnp.dtype(_DTYPE).itemsize, is_transposed)
   return Case(
-      kernel=kernel, start=codebook_tuning.default(*sizes),
-      candidates=iter(candidates(*sizes)), prepare=prepare,
+      kernel=f"{kernel} by {name}", start=module.default(*sizes),
+      candidates=iter(module.candidates(*sizes)), prepare=prepare,
       name=f"{rows} rows, {shape.model} {shape.name}, 6 bits, {storage.value}")
 
 

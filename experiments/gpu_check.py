@@ -62,6 +62,11 @@ class Run:
     """Numbers for a section, whichever others run."""
     return np.random.default_rng([self.seed, list(_SHARES).index(section)])
 
+  def implementations(self) -> list[str]:
+    """Those of the codebook functions that can run."""
+    found, _ = _module("gpu_check_numerics").implementations()
+    return ["pallas"] if self.interpret else found
+
   def timing(self):
     """The timer."""
     if self.timer is None:
@@ -148,9 +153,7 @@ def _views(run: Run, deadline: float) -> dict[str, Any]:
 
 def _speed(run: Run, deadline: float) -> dict[str, Any]:
   speed, timer = _module("gpu_check_speed"), run.timing()
-  names, _ = _module("gpu_check_numerics").implementations()
-  if run.interpret:
-    names = ["pallas"]
+  names = run.implementations()
   result = {"copy_bandwidth": timer.copy_bandwidth, "method": timer.method,
             "method_reason": timer.reason, "rows": [], "failed": [], "left_out": []}
   for job in speed.jobs(run.rng("speed"), names, interpret=run.interpret):
@@ -170,8 +173,8 @@ def _speed(run: Run, deadline: float) -> dict[str, Any]:
 
 def _autotune(run: Run, deadline: float) -> dict[str, Any]:
   return _module("gpu_autotune").run(
-      run.rng("autotune"), run.timing(), interpret=run.interpret,
-      deadline=deadline)
+      run.rng("autotune"), run.timing(), run.implementations(),
+      interpret=run.interpret, deadline=deadline)
 
 
 def _schedule(run: Run, deadline: float) -> dict[str, Any]:
