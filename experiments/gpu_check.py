@@ -155,7 +155,10 @@ def _speed(run: Run, deadline: float) -> dict[str, Any]:
   speed, timer = _module("gpu_check_speed"), run.timing()
   names = run.implementations()
   result = {"copy_bandwidth": timer.copy_bandwidth, "method": timer.method,
-            "method_reason": timer.reason, "rows": [], "failed": [], "left_out": []}
+            "method_reason": timer.reason, "few_rows": speed.FEW_ROWS,
+            "goal_of_copy": speed.GOAL_OF_COPY,
+            "goal_over_dense": speed.GOAL_OVER_DENSE, "rows": [], "failed": [],
+            "left_out": []}
   for job in speed.jobs(run.rng("speed"), names, interpret=run.interpret):
     if time.monotonic() > deadline:
       result["left_out"].append(job.name)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments.gpu_check_speed import FEW_ROWS, GOAL_OF_COPY, GOAL_OVER_CUBLAS
-
 _SIGNS = {True: "met", False: "missed"}
 
 
@@ -61,9 +59,9 @@ def _views(section) -> Iterator[str]:
 def _speed(section) -> Iterator[str]:
   yield (f"A large copy moves {section['copy_bandwidth'] / 1e12:.2f} TB/s, read "
          f"and written. Times are of {section['method']}: {section['method_reason']}. "
-         f"Goals: {GOAL_OF_COPY:.0%} of the copy's bandwidth for products of up "
-         f"to {FEW_ROWS} rows and for decode, {GOAL_OVER_CUBLAS}x cuBLAS bf16 for "
-         "those at 6 bits.")
+         f"Goals: {section['goal_of_copy']:.0%} of the copy's bandwidth for "
+         f"products of up to {section['few_rows']} rows and for decode, "
+         f"{section['goal_over_dense']}x the dense bfloat16 product at 6 bits.")
   yield ""
   rows = []
   for row in section["rows"]:

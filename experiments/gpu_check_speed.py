@@ -30,7 +30,7 @@ from pallas_kernels.shared_prefix_attention.shapes import SHAPES, Shape
 ROWS = (1, 4, 16, 64, 256)
 FEW_ROWS = 16  # Up to which the goals below are meant.
 GOAL_OF_COPY = 0.8
-GOAL_OVER_CUBLAS = 2.1  # At 6 bits.
+GOAL_OVER_DENSE = 2.1  # At 6 bits.
 _DTYPE = jnp.bfloat16
 TINY_MATRIX = matrices.Shape(model="tiny", name="q", out=64, inputs=128)
 TINY_SHAPE = Shape(prompts=1, samples=2, suffix=4, prefix=16, heads=2,
@@ -152,7 +152,7 @@ def _product_row(kernel, case, name, rows, bits, timing, peer, nbytes, timer):
   if kernel == "codebook_matmul" and rows <= FEW_ROWS:
     row["goals"] = {"share_of_copy": GOAL_OF_COPY}
     if bits == 6:
-      row["goals"]["over_peer"] = GOAL_OVER_CUBLAS
+      row["goals"]["over_peer"] = GOAL_OVER_DENSE
   return row | {"rows": rows, "bits": bits}
 
 
