@@ -75,16 +75,16 @@ def run(*, interpret: bool, deadline: float, log: Callable[[str], None]
 
   Args:
     interpret: take a tiny model, one round and no second group.
-    deadline: of `time.monotonic`; no schedule begins after it. One that has
-      begun ends: compiling it may take half a minute.
+    deadline: of `time.monotonic`; no schedule begins that would not be compiled
+      by then if it took as long as the longest before it.
     log: told what begins.
 
   Returns:
     "groups": by size and schedule "seconds" (the median of "all"),
     "first_seconds" (with compiling), "stage_seconds", "over_serial",
-    "same_tokens" as the serial schedule and, if so, "gradient_error" against
-    it; "num_parameters", "workload", "peak_bytes",
-    "failed" and "left_out".
+    and, beside the serial one, "same_tokens" as it and, if so, "gradient_error"
+    against it; "num_parameters", "workload", "peak_bytes", "failed" and
+    "left_out".
   """
   config, workload = ((_TINY, _TINY_WORKLOAD) if interpret
                       else (CONFIG, WORKLOAD))
@@ -97,15 +97,19 @@ def run(*, interpret: bool, deadline: float, log: Callable[[str], None]
   for group, names in _COMPARED[:1] if interpret else _COMPARED:
     steps = Steps(config, dataclasses.replace(workload, group=group), policy,
                   reference)
-    rows = result["groups"].setdefault(group, {})
+    rows = result["groups"].get(group, {})
+    longest = max((row["first_seconds"] for known in result["groups"].values()
+                   for row in known.values()), default=0.0)
     left_out = _compare(steps, {name: found[name] for name in names}, rows,
-                        1 if interpret else _ROUNDS, deadline,
+                        1 if interpret else _ROUNDS, deadline, longest,
                         lambda name, group=group: log(
                             f"{name} at group {group}: compiling"))
     result["left_out"] += [f"{name} at group {group}" for name in left_out]
     for row in rows.values():
       if "serial" in rows:
         row["over_serial"] = rows["serial"]["seconds"] / row["seconds"]
+    if rows:
+      result["groups"][group] = rows
   result["peak_bytes"] = (jax.devices()[0].memory_stats() or {}).get(
       "peak_bytes_in_use")
   return result
@@ -113,12 +117,12 @@ def run(*, interpret: bool, deadline: float, log: Callable[[str], None]
 
 def _compare(steps: Steps, found: dict[str, ScheduleConfig],
              rows: dict[str, Any], rounds: int, deadline: float,
-             log: Callable[[str], None]) -> list[str]:
+             longest: float, log: Callable[[str], None]) -> list[str]:
   """Runs schedules in turn and adds their rows. Returns what is left out."""
   exact = tokens = None
   new: dict[str, Any] = {}
   for name, schedule in found.items():
-    if time.monotonic() > deadline:
+    if time.monotonic() + longest > deadline:
       continue
     log(name)
     start = time.perf_counter()
@@ -126,10 +130,13 @@ def _compare(steps: Steps, found: dict[str, ScheduleConfig],
     new[name] = {"first_seconds": time.perf_counter() - start, "all": []}
     if tokens is None:
       exact, tokens = gradient, done.token_ids
+    longest = max(longest, new[name]["first_seconds"])
+    if "serial" not in new:
+      continue
     new[name]["same_tokens"] = bool(np.array_equal(tokens, done.token_ids))
     # In bfloat16 a near-tie may fall otherwise in another program; gradients of
     # other tokens are not to be compared.
-    if "serial" in new and new[name]["same_tokens"]:
+    if new[name]["same_tokens"]:
       new[name] |= gradient_errors(_float32(exact), _float32(gradient))
   del exact  # As large as two models.
   gradient = done = None

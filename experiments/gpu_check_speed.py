@@ -247,9 +247,10 @@ def _peer(s: Shape, queries: int, *, is_decode: bool, has_grad: bool = False
   k, v = (draw(i, batch, keys, s.kv_heads, s.head_dim) for i in (1, 2))
   error = None
   for implementation in ("cudnn", "xla"):
-    @jax.numpy_dtype_promotion("standard")
     def run(*qkv, implementation=implementation):
-      return jax.nn.dot_product_attention(*qkv, implementation=implementation)
+      with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(
+            *qkv, implementation=implementation)
 
     def both(q, k, v, grad, run=run):
       out, pull = jax.vjp(run, q, k, v)
