@@ -17,7 +17,8 @@ WORKERS ?= 2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # Two installations into one environment would clash.
-.PHONY: help venv quickstart test test-slow test-all lint goldens bench clean
+.PHONY: help venv quickstart test test-slow test-all lint goldens bench \
+  gpu-check clean
 
 help: ## Lists the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | \
@@ -76,6 +77,10 @@ goldens: ## Rebuilds the golden files (downloads 5 GB of torch and torchvision).
 
 bench: $(VENV)/.test ## Measures decoding against transformers.
 	$(PY) -m experiments.bench --suite=decode
+
+# Installs nothing: a GPU's machine may have a Python of its own (PY=python3).
+gpu-check: ## Checks, times and tunes the kernels on a GPU, in about 4 minutes.
+	$(PY) -m experiments.gpu_check --json=runs/gpu_check.json
 
 clean: ## Removes caches and build output; keeps .venv and runs.
 	rm -rf .cache .pytest_cache .ruff_cache build dist *.egg-info bazel-*

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -98,3 +100,34 @@ def default(head_dim: int, dtype: jax.typing.DTypeLike) -> Tuning:
       grad_prefix=Tile(rows=32, keys=128, num_warps=8, num_stages=2),
       grad_suffix=Tile(rows=32, keys=128, num_warps=8, num_stages=2),
       decode=decode)
+
+
+def candidates(kernel: str, head_dim: int, dtype: jax.typing.DTypeLike
+               ) -> Iterator[Tuning]:
+  """Tunings to try where there is a device, the likeliest first.
+
+  Those that differ from the default in one number of one kernel's tile, twice
+  as large or half as large; then in two. Some need more of a device than it has
+  and don't compile.
+
+  Args:
+    kernel: the field of `Tuning` to change, such as "decode".
+    head_dim, dtype: as of `default`.
+  """
+  start = default(head_dim, dtype)
+  tile = getattr(start, kernel)
+  steps = []
+  for field in dataclasses.fields(tile):
+    number = getattr(tile, field.name)
+    others = ((number + 1, number - 1) if field.name == "num_stages"
+              else (number * 2, number // 2))
+    steps.append([(field.name, other) for other in others])
+  one = [(change,) for change in itertools.chain(*steps)]
+  two = [pair for a, b in itertools.combinations(steps, 2)
+         for pair in itertools.product(a, b)]
+  for changes in one + two:
+    try:
+      changed = dataclasses.replace(tile, **dict(changes))
+    except ValueError:  # Too small.
+      continue
+    yield dataclasses.replace(start, **{kernel: changed})

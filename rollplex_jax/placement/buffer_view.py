@@ -149,8 +149,8 @@ def view(base: jax.Array, target: Sharding) -> jax.Array:
   held, wanted = (boxes(s, base.shape) for s in (base.sharding, target))
   return jax.make_array_from_single_device_arrays(
       base.shape, target,
-      [_take(shard.data, offset(held[shard.device], wanted[shard.device]),
-             extents(wanted[shard.device]))
+      [part(shard.data, offset(held[shard.device], wanted[shard.device]),
+            extents(wanted[shard.device]))
        for shard in base.addressable_shards])
 
 
@@ -221,11 +221,20 @@ def _row_major(shape: tuple[int, ...]) -> list[int]:
   return [math.prod(shape[i + 1:]) for i in range(len(shape))]
 
 
-def _take(data: jax.Array, start: int, shape: tuple[int, ...]) -> jax.Array:
-  """The piece of a single-device array from element `start` on."""
+def part(data: jax.Array, start: int, shape: tuple[int, ...]) -> jax.Array:
+  """A contiguous piece of a single-device array, in the same memory.
+
+  Args:
+    data: an array whose memory is row-major.
+    start: the piece's first element, counted in memory.
+    shape: of the piece.
+
+  Raises:
+    ValueError: if the backend copies what it takes.
+  """
   start = start * jax.dtypes.itemsize_bits(data.dtype) // 8
-  part = jax.dlpack.from_dlpack(_Part(data, start, shape), copy=False)
-  if part.unsafe_buffer_pointer() != data.unsafe_buffer_pointer() + start:
+  piece = jax.dlpack.from_dlpack(_Part(data, start, shape), copy=False)
+  if piece.unsafe_buffer_pointer() != data.unsafe_buffer_pointer() + start:
     raise ValueError(f"no view of {data.dtype.name}{list(data.shape)}: this "
                      "backend copies what it takes through DLPack")
-  return part
+  return piece

@@ -27,6 +27,7 @@ _FLAG_MODULES = {
     "evaluate": ("experiments.evaluate", "experiments.compressed_weights"),
     "generate": ("experiments.generate", "experiments.row_inputs",
                  "experiments.compressed_weights"),
+    "gpu_check": ("experiments.gpu_check",),
     "library_texts": ("experiments.library_texts",),
     "plan": ("experiments.plan",),
     "score": ("experiments.score", "experiments.row_inputs",

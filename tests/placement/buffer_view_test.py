@@ -141,7 +141,7 @@ class ViewTest(parameterized.TestCase):
   def test_an_address_that_jax_would_copy_is_refused(self):
     base = make((64, 64), jnp.float32, sharding(MAJOR))
     with self.assertRaisesRegex(ValueError, "not aligned to 64 bytes"):
-      buffer_view._take(base.addressable_shards[0].data, 1, (8, 64))
+      buffer_view.part(base.addressable_shards[0].data, 1, (8, 64))
 
   def test_other_orders_of_memory_are_refused(self):
     turned = Format(Layout(major_to_minor=(1, 0)), sharding(MAJOR))
