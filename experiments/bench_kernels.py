@@ -38,11 +38,12 @@ from rollplex_jax.models.config import ModelConfig, TextConfig
 _SIDES = {"plain": ("plain", False), "dense": ("small", True),
           "packed": ("small", False)}
 _ROWS = (1, 16, 256)
+WORKLOAD = bench_decode.Workload(new_tokens=64)
 _CODES = 128
 
 
 def run(rounds: int = 5, size: TextConfig = bench_decode.SIZES["100M"],
-        workload: bench_decode.Workload = bench_decode.Workload(new_tokens=64),
+        workload: bench_decode.Workload = WORKLOAD,
         rows: Sequence[int] = _ROWS) -> dict[str, Any]:
   """Compares and prints two tables.
 

@@ -1,5 +1,6 @@
 """The bench's suites in miniature: they run, and return what they promise."""
 
+import dataclasses
 import importlib.util
 import json
 
@@ -7,7 +8,12 @@ from absl.testing import absltest
 import numpy as np
 import pytest
 
-from experiments import bench_decode, bench_disaggregated, bench_schedule
+from experiments import (
+    bench_decode,
+    bench_disaggregated,
+    bench_kernels,
+    bench_schedule,
+)
 from experiments.schedule_workload import CONFIG, Workload, make_models
 from rollplex_jax.models.config import TextConfig
 
@@ -52,6 +58,33 @@ class BenchDecodeTest(absltest.TestCase):
     bench_decode._check_tokens(ours, theirs, lambda *_: 1e-5, "here")
     with self.assertRaisesRegex(ValueError, "row 1 differs at token 1: 5 and 7"):
       bench_decode._check_tokens(ours, theirs, lambda *_: 0.1, "here")
+
+
+class BenchKernelsTest(absltest.TestCase):
+
+  @pytest.mark.slow
+  def test_result(self):
+    size = dataclasses.replace(
+        _TINY, hidden_size=64, intermediate_size=128, num_hidden_layers=4)
+    result = bench_kernels.run(
+        rounds=1, size=size, rows=(3,), workload=bench_decode.Workload(
+            batch=2, prompt_length=6, new_tokens=4))
+    json.dumps(result)
+    plain, dense, packed = (
+        result["decode"][side] for side in ("plain", "dense", "packed"))
+    self.assertEqual(plain["ratio"], 1)
+    self.assertEqual(dense["same_tokens"], 1)
+    self.assertGreater(packed["ratio"], 0)
+    self.assertEqual(plain["weight_bytes"], dense["weight_bytes"])
+    self.assertLess(packed["weight_bytes"], plain["weight_bytes"])
+    self.assertCountEqual(result["saved"], ["program_bytes", "peak_bytes"])
+    self.assertLen(result["products"], 7)
+
+  def test_peak(self):
+    def use():
+      return np.ones(4 << 20, np.float64).sum()
+
+    self.assertBetween(bench_kernels._peak(use), 24 << 20, 64 << 20)
 
 
 class BenchScheduleTest(absltest.TestCase):
