@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import pathlib
 import statistics
 import tempfile
@@ -104,7 +105,8 @@ def _compare(name: str, text: TextConfig, workload: Workload,
   params = vlm.init_params(config, jax.random.key(0))
   token_ids = np.random.default_rng(0).integers(
       0, text.vocab_size, (workload.batch, workload.prompt_length))
-  ours, compile_seconds = _our_side(config, params, token_ids, workload)
+  side = our_side(config, params, token_ids, workload)
+  ours = functools.partial(side.run, params)
   with tempfile.TemporaryDirectory() as folder:
     hf.save_checkpoint(pathlib.Path(folder) / "model", config, params)
     theirs, gap = _their_side(
@@ -129,14 +131,29 @@ def _compare(name: str, text: TextConfig, workload: Workload,
       "tokens_per_second": {
           side: workload.tokens / statistics.median(values)
           for side, values in seconds.items()},
-      "compile_seconds": compile_seconds,
+      "compile_seconds": side.compile_seconds,
       "torch_cache": best,
   }
 
 
-def _our_side(config: ModelConfig, params, token_ids: np.ndarray,
-              workload: Workload) -> tuple[Callable[[], np.ndarray], float]:
-  """A function that returns tokens [B, R], and the seconds to compile it."""
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+  """Our side, compiled.
+
+  Attributes:
+    run: from parameters to tokens [B, R].
+    compile_seconds: how long that took.
+    program_bytes: of the loop's arguments, results and temporaries.
+  """
+
+  run: Callable[[Any], np.ndarray]
+  compile_seconds: float
+  program_bytes: int
+
+
+def our_side(config: ModelConfig, params, token_ids: np.ndarray,
+             workload: Workload) -> Decoder:
+  """Compiles our side for parameters like these."""
   b, p = token_ids.shape
   prompts = PromptInputs(
       token_ids=token_ids.astype(np.int32),
@@ -156,12 +173,16 @@ def _our_side(config: ModelConfig, params, token_ids: np.ndarray,
       params, config, sampling, prompts, lowered.out_info[0], keys).compile()
   compile_seconds = time.perf_counter() - start
 
-  def generate():
+  def run(params):
     inputs = jax.device_put(prompts)
-    done = decode(params, inputs, prefix(text, inputs, None)[0], keys)
+    prefix_kv, _ = prefix(params["text"], inputs, None)
+    done = decode(params, inputs, prefix_kv, keys)
     return np.asarray(done.token_ids)[:, 0]
 
-  return generate, compile_seconds
+  memory = decode.memory_analysis()
+  return Decoder(run, compile_seconds, (
+      memory.argument_size_in_bytes + memory.output_size_in_bytes
+      + memory.temp_size_in_bytes))
 
 
 def _their_side(folder: pathlib.Path, token_ids: np.ndarray,

@@ -45,11 +45,11 @@ def _outlier_of_each(w: Packed, escaped: jax.Array) -> jax.Array:
   bits = jnp.sum(escaped.astype(jnp.uint32) << places, axis=-1,
                  dtype=jnp.uint32)
   before = bits[..., None] & ((jnp.uint32(1) << places) - jnp.uint32(1))
-  first = _first_of_words(w, jax.lax.population_count(bits))
+  first = first_of_words(w, jax.lax.population_count(bits))
   return first[..., None] + jax.lax.population_count(before).astype(jnp.int32)
 
 
-def _first_of_words(w: Packed, counts: jax.Array) -> jax.Array:
+def first_of_words(w: Packed, counts: jax.Array) -> jax.Array:
   """int32 [out, words]: which of all outliers is the first of each word.
 
   Args:

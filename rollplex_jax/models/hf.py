@@ -141,15 +141,27 @@ def _put(value: np.ndarray | LegoArray, dtype, place, finest, decode
     value = value.replace(dtype=jnp.dtype(value.dtype if dtype is None
                                           else dtype))
     if place is None:
-      value = jax.tree.map(jnp.array, value)
+      value = jax.tree.map(_copy, value)
       return _decode(value, None) if decode else value
     value = lego_sharding.device_put(
         value, place.mesh, place.spec, finest.spec)
     return _decode(value, place) if decode else value
-  # jnp.array copies: an array that shared the buffer of a tensor that is cut in
-  # parts would keep the whole of it alive.
-  return (jnp.array(value, dtype=dtype) if place is None
+  return (_copy(value, dtype) if place is None
           else _spread(value, dtype, place))
+
+
+def _copy(value: np.ndarray, dtype=None) -> jax.Array:
+  """A host array on the device, without another copy of it on the way there.
+
+  On a CPU what is put there may be the host's buffer itself. It would keep all
+  of a tensor alive that is cut in parts, and reads a file that is mapped.
+  """
+  there = jax.block_until_ready(jax.device_put(value))
+  if dtype is not None and there.dtype != dtype:
+    return jax.block_until_ready(there.astype(dtype))
+  is_borrowed = (jax.default_backend() == "cpu" and value.size and
+                 there.unsafe_buffer_pointer() == value.ctypes.data)
+  return jax.block_until_ready(jnp.copy(there)) if is_borrowed else there
 
 
 @functools.partial(jax.jit, static_argnames="place")
