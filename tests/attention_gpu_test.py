@@ -17,7 +17,7 @@ from tests.helpers.gpu_arguments import Arguments
 
 devices.use_virtual_devices()
 
-_LAYERS = 2
+_LAYERS = 1
 # No other array has a dimension of P beside one of R.
 _B, _G, _P, _R = 2, 4, 1088, 96
 _CONFIG = ModelConfig(

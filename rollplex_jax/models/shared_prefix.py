@@ -28,9 +28,10 @@ from rollplex_jax.placement import sharding
 
 # How the compiler splits arrays over a mesh, dimension by dimension: the
 # leading ones that matter here.
-_BY_PROMPT, _BY_HEAD, _BY_KV_HEAD = (
-    ("batch",), ("batch", None, "heads"), ("batch", "kv_heads"))
-_BY_TOKEN = {name: ("batch", None, None, name) for name in ("heads", "kv_heads")}
+_PROMPTS, _CACHE = ("batch",), ("batch", "kv_heads")
+_QUERIES, _KEYS = ("batch", None, "heads"), ("batch", None, "kv_heads")
+_TOKENS_QUERIES = ("batch", None, None, "heads")
+_TOKENS_KEYS = ("batch", None, None, "kv_heads")
 
 
 def attend_suffixes(q: jax.Array, k: jax.Array, v: jax.Array, prefix,
@@ -53,8 +54,8 @@ def attend_suffixes(q: jax.Array, k: jax.Array, v: jax.Array, prefix,
   return _choose(
       _suffixes_by_kernel, _suffixes_by_parts,
       (q, *prefix, k, v, prefix_lengths, suffix_lengths),
-      (_BY_TOKEN["heads"], _BY_KV_HEAD, _BY_KV_HEAD, _BY_TOKEN["kv_heads"],
-       _BY_TOKEN["kv_heads"], _BY_PROMPT, _BY_PROMPT))
+      (_TOKENS_QUERIES, _CACHE, _CACHE, _TOKENS_KEYS, _TOKENS_KEYS, _PROMPTS,
+       _PROMPTS))
 
 
 def attend_one(q: jax.Array, prefix, suffix, prefix_lengths: jax.Array,
@@ -75,8 +76,7 @@ def attend_one(q: jax.Array, prefix, suffix, prefix_lengths: jax.Array,
   return _choose(
       _one_by_kernel, _one_by_parts,
       (q, *prefix, *suffix, prefix_lengths, count, *own),
-      (_BY_HEAD, *[_BY_KV_HEAD] * 4, _BY_PROMPT, (),
-       *[("batch", None, "kv_heads")] * len(own)))
+      (_QUERIES, *[_CACHE] * 4, _PROMPTS, (), *[_KEYS] * len(own)))
 
 
 def _choose(kernel: Callable, plain: Callable, arrays: Sequence[jax.Array],
@@ -129,6 +129,8 @@ def _on_each_device(kernel: Callable, q: jax.Array, num_kv: int,
   among = heads[len(split["kv_heads"]):]
   held = num_kv // sharding.ways(split["kv_heads"])
   sharers = sharding.ways(among)
+  if sharers > 1 and sharers % held:
+    return None
 
   def local(*arrays):
     if sharers > 1 and held > 1:
@@ -139,8 +141,6 @@ def _on_each_device(kernel: Callable, q: jax.Array, num_kv: int,
           for a, of in zip(arrays, axes, strict=True)]
     return kernel(*arrays)
 
-  if sharers % held and sharers > 1:
-    return None
   # Pallas doesn't say what varies over a mesh.
   return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0],
                        check_vma=False)

@@ -96,7 +96,7 @@ class StagesTest(KernelsTest):
     cls.keys = sample_keys(0, 0, cls.prompts.row_ids, _G)
 
   def gradient(self, responses, remat=False):
-    """Of policy and prefixes, with loss and log-probs, as a function of both."""
+    """A function of policy and prefixes: loss, log-probs and gradients."""
     weights = jnp.asarray(np.random.default_rng(1).normal(
         size=responses.token_ids.shape), jnp.float32)
 
