@@ -18,6 +18,7 @@ import time
 import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding
 import numpy as np
 
 from rollplex_jax.capacity.devices import DeviceSpec
@@ -110,8 +111,7 @@ def compile_program(function, args, kwargs, spec: DeviceSpec, *,
     keep_text: a file for the compiled program, or None.
   """
   start = time.perf_counter()
-  lowered = function.trace(*args, **kwargs).lower(
-      lowering_platforms=(spec.kind,))
+  lowered = lower(function, args, kwargs, spec.kind)
   with no_persistent_cache():
     compiled = _compile(lowered)
   memory, text = compiled.memory_analysis(), compiled.as_text()
@@ -125,6 +125,17 @@ def compile_program(function, args, kwargs, spec: DeviceSpec, *,
       alias_bytes=memory.alias_size_in_bytes,
       collectives=tuple(collectives(text, spec.devices_per_host)),
       seconds=time.perf_counter() - start)
+
+
+def lower(function, args, kwargs, platform: str):
+  """Lowers a jitted function for the devices of its arguments' shardings."""
+  traced = function.trace(*args, **kwargs)
+  meshes = {a.sharding.mesh for a in jax.tree.leaves((args, kwargs))
+            if isinstance(getattr(a, "sharding", None), NamedSharding)}
+  # Since jax 0.12 a kernel asks the mesh in use which device it is for.
+  with (jax.sharding.use_abstract_mesh(meshes.pop().abstract_mesh) if meshes
+        else contextlib.nullcontext()):
+    return traced.lower(lowering_platforms=(platform,))
 
 
 def _compile(lowered):

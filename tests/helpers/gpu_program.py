@@ -43,7 +43,7 @@ def compile_for_gpu(function, *args, options=None, **kwargs) -> Program:
 
   `options` are of the compiler, beside what is needed here.
   """
-  lowered = function.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
+  lowered = deviceless.lower(function, args, kwargs, "cuda")
   with deviceless.no_persistent_cache():
     # Autotuning would run kernels.
     compiled = lowered.compile(
