@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
-import importlib
 import importlib.util
 from typing import Any
 
@@ -29,7 +28,7 @@ class Launch:
   """A call of a kernel.
 
   Attributes:
-    module, kernel: where the kernel is, and its name.
+    kernel: name of the kernel.
     operands: arrays, in order; results follow them.
     results: shapes and dtypes; the first is meant.
     grid: programs.
@@ -37,7 +36,6 @@ class Launch:
     finish: makes the function's result of the first result.
   """
 
-  module: str
   kernel: str
   operands: tuple[jax.Array, ...]
   results: tuple[jax.ShapeDtypeStruct, ...]
@@ -86,7 +84,7 @@ def matmul_launch(x: jax.Array, w: Packed, config: TritonTuning, *,
   lists = grid[0] * grid[1] * grid[2] * 32 * BAND if not use_ptx else 1
   gather_rows = min(config.rows, 1 << (rows - 1).bit_length())
   return Launch(
-      module="triton_kernel", kernel="matmul_kernel",
+      kernel="matmul_kernel",
       operands=(_filled(x, w), *_operands(w)),
       results=(jax.ShapeDtypeStruct(shape, jnp.float32),
                jax.ShapeDtypeStruct((lists, 2), jnp.uint32)),
@@ -110,7 +108,7 @@ def transposed_launch(y: jax.Array, w: Packed, config: TritonTuning, *,
     return filled[..., :w.section_inputs].reshape(rows, w.inputs)
 
   return Launch(
-      module="triton_dense", kernel="transposed_kernel",
+      kernel="transposed_kernel",
       operands=(y, *_operands(w)),
       results=(jax.ShapeDtypeStruct(
           (splits, rows, w.words * WORD), jnp.float32),),
@@ -123,7 +121,7 @@ def transposed_launch(y: jax.Array, w: Packed, config: TritonTuning, *,
 def lookup_launch(w: Packed, dtype, *, use_ptx: bool = True) -> Launch:
   """The call that is `lookup`."""
   return Launch(
-      module="triton_dense", kernel="lookup_kernel", operands=_operands(w),
+      kernel="lookup_kernel", operands=_operands(w),
       results=(jax.ShapeDtypeStruct(w.shape, dtype),),
       grid=(w.tiles, w.bands),
       constants=_constants(w, use_ptx) | dict(section_inputs=w.section_inputs),
@@ -132,7 +130,10 @@ def lookup_launch(w: Packed, dtype, *, use_ptx: bool = True) -> Launch:
 
 def kernel_of(launch: Launch):
   """The Triton function; imports triton."""
-  module = importlib.import_module(f"{__package__}.{launch.module}")
+  from pallas_kernels.codebook_matmul import triton_dense, triton_kernel
+
+  module = (triton_kernel if launch.kernel == "matmul_kernel"
+            else triton_dense)
   return getattr(module, launch.kernel)
 
 
