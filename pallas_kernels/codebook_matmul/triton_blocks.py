@@ -86,13 +86,22 @@ def load_planes(plane_a, plane_b, plane_c, o, word, is_out, end,
 
 
 @triton.jit
-def low_bytes_twice(v, use_ptx: tl.constexpr):
-  """Bytes b0, b0, b1, b1 of a word's bytes b0, b1."""
+def spread_crumbs(v, use_ptx: tl.constexpr):
+  """Byte j gets codes 2 j and 2 j + 1 of a word of two bits each at 4 and 6."""
   if use_ptx:
+    # Two words that share a register. In one piece, lest masks that follow be
+    # moved to where they cost more.
     return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, 0, 0x1100;", "=r,r", [v], tl.uint32, is_pure=True,
-        pack=1)
-  return (v & 255) * 0x0101 | (v >> 8) * 0x01010000
+        "{ .reg .b32 a, b, c, d;"
+        " prmt.b32 a, $2, 0, 0x1100; shl.b32 b, a, 4;"
+        " lop3.b32 $0, b, a, 0x00FF00FF, 0xE4;"
+        " prmt.b32 c, $2, 0, 0x3322; shl.b32 d, c, 4;"
+        " lop3.b32 $1, d, c, 0x00FF00FF, 0xE4; }", "=r,=r,r", [v], tl.uint32,
+        is_pure=True, pack=2)
+  else:
+    v = v.to(tl.uint32)
+    v = (v & 255) * 0x0101 | (v >> 8) * 0x01010000
+    return ((v << 4) & 0x00FF00FF) | (v & 0xFF00FF00)
 
 
 @triton.jit
@@ -109,9 +118,7 @@ def codes(a, b, c, bits: tl.constexpr, use_ptx: tl.constexpr):
     even |= (b << 4) & 0xF0F0F0F0
     odd |= b & 0xF0F0F0F0
   elif bits & 2:
-    # Byte j gets codes 2 j and 2 j + 1 at bits 4 and 6.
-    t = low_bytes_twice((a if bits < 4 else b).to(tl.uint32), use_ptx)
-    t = ((t << 4) & 0x00FF00FF) | (t & 0xFF00FF00)
+    t = spread_crumbs(a if bits < 4 else b, use_ptx)
     even |= (t >> (4 - low)) & (_BYTES * (3 << low))
     odd |= (t >> (6 - low)) & (_BYTES * (3 << low))
   if bits & 1:
@@ -125,17 +132,23 @@ def codes(a, b, c, bits: tl.constexpr, use_ptx: tl.constexpr):
 
 @triton.jit
 def escapes_of(even, odd, bits: tl.constexpr, num_codes: tl.constexpr):
-  """uint32: bit 4 s + 3 is set where the code at place s is the escape."""
+  """uint32: which places hold the escape.
+
+  Bit 8 j + 6 is of place 2 j, bit 8 j + 7 of place 2 j + 1, and the rest is 0.
+  """
   if bits < 8:
-    # No code is above the escape: it alone reaches a byte's highest bit.
-    even += _BYTES * (129 - num_codes)
+    # No code is above the escape: it alone reaches a byte's highest bit, or that
+    # below.
     odd += _BYTES * (129 - num_codes)
+    even += _BYTES * ((65 if bits < 7 else 129) - num_codes)
   else:
     even ^= _BYTES * (256 - num_codes)
     odd ^= _BYTES * (256 - num_codes)
     even &= (even & 0x7F7F7F7F) + _BYTES
     odd &= (odd & 0x7F7F7F7F) + _BYTES
-  return ((even >> 4) & 0x08080808) | (odd & 0x80808080)
+  if bits > 6:
+    even >>= 1
+  return (even & 0x40404040) | (odd & 0x80808080)
 
 
 @triton.jit

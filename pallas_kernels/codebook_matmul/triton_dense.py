@@ -162,11 +162,11 @@ def _values(plane_a, plane_b, plane_c, codebook, scale, outliers, offsets,
     before, earlier, _ = ranks(escapes, is_words_first, use_ptx)
     i = tl.arange(0, 4)[None, None, None, :]
     rank = byte_of(before[:, :, :, None], i, use_ptx) + earlier[None, None]
-    place = (4 * tl.arange(0, 8)).to(tl.uint32)[None, None, None, None, :]
+    place = tl.arange(0, 8)[None, None, None, None, :]
+    bit = (1 << (place // 2 * 8 + place % 2 + 6)).to(tl.uint32)
     escapes = escapes[:, :, :, :, None]
-    rank = rank[:, :, :, :, None] + popc(
-        escapes & ((1 << place).to(tl.uint32) - 1), use_ptx)
-    is_outlier = ((escapes >> place) & 8) != 0
+    rank = rank[:, :, :, :, None] + popc(escapes & (bit - 1), use_ptx)
+    is_outlier = (escapes & bit) != 0
     v = tl.where(
         is_outlier,
         tl.load(outliers + rank, mask=is_outlier, other=0).to(tl.float32), v)

@@ -47,7 +47,7 @@ TABLE_BYTES = 1024
 _LIST: tl.constexpr = tl.constexpr(LIST)
 _FULL: tl.constexpr = tl.constexpr(LIST - 16)
 _BYTES: tl.constexpr = tl.constexpr(0x01010101)
-_HIGH: tl.constexpr = tl.constexpr(0x88888888)
+_PLACES: tl.constexpr = tl.constexpr(0xC0C0C0C0)
 _HIGH_OF_BYTES: tl.constexpr = tl.constexpr(0x80808080)
 
 
@@ -94,8 +94,7 @@ def matmul_kernel(
   is_out = o < end_out
   r = tl.arange(0, 4)[:, None, None, None]
   i = tl.arange(0, 4)[None, None, None, :]
-  r_out = (4 * tl.arange(0, 8)[None, :, None, None]
-           + r)
+  o_in_band = 4 * tl.arange(0, 8)[None, :, None, None] + r
   dtype: tl.constexpr = x.dtype.element_ty
   # How many neighbors of the inner dimension Triton wants side by side in a lane;
   # any number is right, the true one needs no exchange.
@@ -147,8 +146,7 @@ def matmul_kernel(
       earlier += counted + ((word - listed_from + word_of(is_words_first)) << 16)
       rank = byte_of(before[:, :, :, None], i, use_ptx) + earlier[None, None]
       slot, length = _slots(escapes, length)
-      _list(at_lists, byte_of(slot[None], r, use_ptx), r_out, escapes, rank,
-            use_ptx)
+      _list_block(at_lists, slot[None], r, o_in_band, escapes, rank, use_ptx)
       counted += total
       is_full = tl.max((length + _BYTES * (127 - _FULL)) & _HIGH_OF_BYTES, 0)
       if (is_full != 0) | (word + 16 >= end):
@@ -234,11 +232,11 @@ def _lookup(codes, table, byte: tl.constexpr, dtype: tl.constexpr,
           is_pure=True, pack=1)
     elif bits == 8:
       return tl.inline_asm_elementwise(
-          "{ .reg .b32 a, b; .reg .b16 c, d;"
-          " prmt.b32 a, $1, 0, $5; mad.lo.u32 a, a, 2, $3;"
-          " prmt.b32 b, $2, 0, $6; mad.lo.u32 b, b, 2, $4;"
-          " ld.shared.b16 c, [a]; ld.shared.b16 d, [b];"
-          " mov.b32 $0, {c, d}; }",
+          "{ .reg .b32 a, b, c, d;"
+          " prmt.b32 a, $1, 0, $5; add.u32 a, a, a; add.u32 a, a, $3;"
+          " prmt.b32 b, $2, 0, $6; add.u32 b, b, b; add.u32 b, b, $4;"
+          " ld.shared.u16 c, [a]; ld.shared.u16 d, [b];"
+          " mad.lo.u32 $0, d, 65536, c; }",
           "=r,r,r,r,r,r,r", [codes, table, 0x4440 + byte], tl.int16,
           is_pure=True, pack=2).to(dtype, bitcast=True)
     else:
@@ -326,6 +324,22 @@ def _list(lists, slot, o, escapes, rank, use_ptx: tl.constexpr):
 
 
 @triton.jit
+def _list_block(lists, slots, r, o, escapes, rank, use_ptx: tl.constexpr):
+  """The same for a block: its slots are bytes, one for each r."""
+  if use_ptx:
+    # An entry has 8 bytes and a slot 256: the address in one instruction.
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 a; setp.ne.b32 p, $5, 0;"
+        " prmt.b32 a, $2, $3, $4; add.u32 a, a, $1;"
+        " @p st.shared.v2.b32 [a], {$5, $6}; mov.b32 $0, 0; }",
+        "=r,r,r,r,r,r,r",
+        [lists, slots, 8 * o, 0x5504 + 16 * r, escapes, rank], tl.int32,
+        is_pure=False, pack=1)
+  else:
+    _list(lists, byte_of(slots, r, use_ptx), o, escapes, rank, use_ptx)
+
+
+@triton.jit
 def _listed(lists, slot, o, use_ptx: tl.constexpr):
   """What `_list` stored: (escapes, rank)."""
   if use_ptx:
@@ -350,12 +364,18 @@ def _gather(where, mask, use_ptx: tl.constexpr):
         " @p ld.global.f32 $0, [$1]; }", "=f,l,r",
         [where.to(tl.int64), mask.to(tl.int32)], tl.float32, is_pure=True,
         pack=1)
+  elif dtype == tl.bfloat16:
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 v; setp.ne.b32 p, $2, 0; mov.b32 v, 0;"
+        " @p ld.global.u16 v, [$1]; shl.b32 v, v, 16; mov.b32 $0, v; }",
+        "=f,l,r", [where.to(tl.int64), mask.to(tl.int32)], tl.float32,
+        is_pure=True, pack=1)
   else:
     return tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b16 $0, 0;"
-        " @p ld.global.b16 $0, [$1]; }", "=h,l,r",
-        [where.to(tl.int64), mask.to(tl.int32)], tl.int16, is_pure=True,
-        pack=1).to(dtype, bitcast=True).to(tl.float32)
+        "{ .reg .pred p; .reg .b16 v; setp.ne.b32 p, $2, 0; mov.b16 v, 0;"
+        " @p ld.global.b16 v, [$1]; cvt.f32.f16 $0, v; }", "=f,l,r",
+        [where.to(tl.int64), mask.to(tl.int32)], tl.float32, is_pure=True,
+        pack=1)
 
 
 @triton.jit
@@ -369,11 +389,11 @@ def _work_off(sums, lists, length, outliers, x, row, first_word,
   tl.debug_barrier()
   while tl.max(length - first) > 0:
     slot = first[None, :] + tl.arange(0, slots)[:, None]
-    escapes, rank = _listed(lists, slot % _LIST, o, use_ptx)
+    escapes, rank = _listed(lists, slot & (_LIST - 1), o, use_ptx)
     is_listed = slot < length[None, :]
     escapes = tl.where(is_listed, escapes, 0)
-    # How many nibbles are below the lowest escape.
-    place = popc((escapes - 1) & ~escapes & _HIGH, use_ptx)
+    # How many places are below the lowest escape.
+    place = popc((escapes - 1) & ~escapes & _PLACES, use_ptx)
     value = _gather(outliers + (rank & 0xFFFF), is_listed, use_ptx)
     where = (first_word + (rank >> 16)) * 8 + place
     if sums.shape[0] == 1:
@@ -388,7 +408,7 @@ def _work_off(sums, lists, length, outliers, x, row, first_word,
     is_left = (escapes != 0).to(tl.int32)
     end = length[None, :] + tl.cumsum(is_left, 0) - is_left
     tl.debug_barrier()
-    _list(lists, end % _LIST, o, escapes, rank + 1, use_ptx)
+    _list(lists, end & (_LIST - 1), o, escapes, rank + 1, use_ptx)
     first = tl.minimum(first + slots, length)
     length += tl.sum(is_left, 0)
     tl.debug_barrier()

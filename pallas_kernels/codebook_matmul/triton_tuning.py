@@ -34,7 +34,7 @@ def default(rows: int) -> TritonTuning:
   """The tuning for a number of rows."""
   # 132 multiprocessors hold 16 warps each.
   if rows <= 1:
-    return TritonTuning(rows=8, programs=2112, slots=8)
+    return TritonTuning(rows=8, programs=2112, slots=4)
   if rows <= 8:
     return TritonTuning(rows=8, programs=2112, slots=2)
   return TritonTuning(rows=16, programs=2112, slots=2)
