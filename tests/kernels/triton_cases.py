@@ -12,7 +12,6 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from triton.runtime import interpreter
 
 from legolm_jax import sharding
 from legolm_jax.array import Storage
@@ -82,9 +81,7 @@ def error(array, dense, *, name, rows, dtype, tuning) -> float:
 
 
 def main(first: int, last: int) -> None:
-  # Checks of overflow take half of the time; words are meant to.
-  interpreter.interpreter_builder.options = dataclasses.replace(
-      interpreter.interpreter_builder.options, sanitize_overflow=False)
+  triton_interpreter.hurry()
   cases = [random_case(seed) for seed in range(first, last)]
   if not first:
     cases += special_cases()

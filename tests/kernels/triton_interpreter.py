@@ -6,11 +6,13 @@ bytes of ones, which are NaN as numbers, and results are full of them before.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
 import ml_dtypes
 import numpy as np
+from triton.runtime import interpreter
 
 from pallas_kernels.codebook_matmul import triton_call
 
@@ -19,6 +21,34 @@ _TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "uint8": "u8",
     "uint16": "u16", "uint32": "u32",
 }
+
+
+class _NoScope:
+  """What isn't to be undone."""
+
+  def restore(self) -> None:
+    pass
+
+
+def hurry() -> None:
+  """Makes the interpreter three times as fast, in this process.
+
+  It checks for overflow, which our words are meant to, and prepares
+  triton.language anew in every call of a function, though once for each of their
+  modules is enough.
+  """
+  builder = interpreter.interpreter_builder
+  builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+  patch = interpreter._patch_lang
+  done = set()
+
+  def patch_once(function):
+    if function.__module__ not in done:
+      done.add(function.__module__)
+      patch(function)
+    return _NoScope()
+
+  interpreter._patch_lang = patch_once
 
 
 class Guarded:
