@@ -53,7 +53,7 @@ def special_cases():
   for storage in Storage:
     # Tiles of outliers only, and none; lists that run over.
     array, dense = matrices.random(
-        0, 32, 384, 64, storage=storage, escapes=0.3, scaled=True, crowded=True)
+        0, 3, 640, 64, storage=storage, escapes=0.5, scaled=True, crowded=True)
     yield array, dense, options | dict(name="matmul")
     # Four lists of outliers along the outputs and two along the inputs.
     array, dense = matrices.random(0, 32, 256, 64, storage=storage, escapes=0.2)
