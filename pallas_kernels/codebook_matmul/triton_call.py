@@ -19,6 +19,8 @@ from pallas_kernels.codebook_matmul.triton_tuning import TritonTuning
 
 # What Triton compiles for where no GPU says otherwise: an H100.
 _COMPUTE_CAPABILITY = 90
+# Of kernels that hold a block's weights in full: fewer would spill registers.
+_DENSE_WARPS = 4
 # Words and ranks between two readings of the lists have 16 bits each.
 _MOST_WORDS = (1 << 15) - 1
 
@@ -32,6 +34,7 @@ class Launch:
     operands: arrays, in order; results follow them.
     results: shapes and dtypes; the first is meant.
     grid: programs.
+    num_warps: of a program.
     constants: the rest of the kernel's parameters.
     finish: makes the function's result of the first result.
   """
@@ -40,6 +43,7 @@ class Launch:
   operands: tuple[jax.Array, ...]
   results: tuple[jax.ShapeDtypeStruct, ...]
   grid: tuple[int, ...]
+  num_warps: int
   constants: dict[str, Any]
   finish: Callable[[jax.Array], jax.Array]
 
@@ -88,7 +92,7 @@ def matmul_launch(x: jax.Array, w: Packed, config: TritonTuning, *,
       operands=(_filled(x, w), *_operands(w)),
       results=(jax.ShapeDtypeStruct(shape, jnp.float32),
                jax.ShapeDtypeStruct((lists, 2), jnp.uint32)),
-      grid=grid,
+      grid=grid, num_warps=1,
       constants=_constants(w, use_ptx) | dict(
           rows=rows, splits=splits, block_rows=config.rows,
           gather_rows=gather_rows, slots=config.slots),
@@ -112,7 +116,7 @@ def transposed_launch(y: jax.Array, w: Packed, config: TritonTuning, *,
       operands=(y, *_operands(w)),
       results=(jax.ShapeDtypeStruct(
           (splits, rows, w.words * WORD), jnp.float32),),
-      grid=(w.tiles, splits, row_blocks),
+      grid=(w.tiles, splits, row_blocks), num_warps=_DENSE_WARPS,
       constants=_constants(w, use_ptx) | dict(
           rows=rows, splits=splits, block_rows=config.rows),
       finish=finish)
@@ -123,7 +127,7 @@ def lookup_launch(w: Packed, dtype, *, use_ptx: bool = True) -> Launch:
   return Launch(
       kernel="lookup_kernel", operands=_operands(w),
       results=(jax.ShapeDtypeStruct(w.shape, dtype),),
-      grid=(w.tiles, w.bands),
+      grid=(w.tiles, w.bands), num_warps=_DENSE_WARPS,
       constants=_constants(w, use_ptx) | dict(section_inputs=w.section_inputs),
       finish=lambda dense: dense)
 
@@ -145,7 +149,7 @@ def call(launch: Launch) -> jax.Array:
   has_gpu = any(device.platform == "gpu" for device in jax.local_devices())
   found = jax_triton.triton_call(
       *launch.operands, kernel=kernel_of(launch), out_shape=launch.results,
-      grid=launch.grid, name=f"triton_{launch.kernel}", num_warps=1,
+      grid=launch.grid, name=f"triton_{launch.kernel}", num_warps=launch.num_warps,
       num_stages=1,
       compute_capability=None if has_gpu else _COMPUTE_CAPABILITY,
       **launch.constants)

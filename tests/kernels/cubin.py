@@ -56,7 +56,8 @@ def compile_for_h100(launch: triton_call.Launch) -> Cubin:
     triton.knobs.cache.dir = folder
     compiled = triton.compile(
         source, target=GPUTarget("cuda", 90, 32),
-        options=dict(num_warps=1, num_stages=1, enable_fp_fusion=True))
+        options=dict(num_warps=launch.num_warps, num_stages=1,
+                     enable_fp_fusion=True))
     path = pathlib.Path(folder, "kernel.cubin")
     path.write_bytes(compiled.asm["cubin"])
     tools = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
