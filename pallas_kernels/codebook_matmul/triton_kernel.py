@@ -96,10 +96,9 @@ def matmul_kernel(
   i = tl.arange(0, 4)[None, None, None, :]
   o_in_band = 4 * tl.arange(0, 8)[None, :, None, None] + r
   dtype: tl.constexpr = x.dtype.element_ty
-  # How many neighbors of the inner dimension Triton wants side by side in a lane;
-  # any number is right, the true one needs no exchange.
-  neighbors: tl.constexpr = (
-      1 if dtype == tl.float32 else 2 if is_words_first else 4)
+  # How many neighbors of the inner dimension, of two bytes each, Triton wants side
+  # by side in a lane; any number is right, the true one needs no exchange.
+  neighbors: tl.constexpr = 2 if is_words_first else 4
   table, at_lists = _shared(codebook, lists, dtype, num_codes, use_ptx)
   sums = tl.zeros((32, block_rows), tl.float32)
   others = tl.zeros((gather_rows, 32), tl.float32)
@@ -128,18 +127,24 @@ def matmul_kernel(
     # The next words are on their way while these are decoded.
     a, b, c = load_planes(plane_a, plane_b, plane_c, o, word + 16 + of_word,
                            is_out, end, out, words, bits, is_words_first)
-    xs = _load_x(x, row, word, end, rows, words, block_rows, is_words_first,
-                 neighbors)
     escapes = even
     if has_outliers:
       escapes = escapes_of(even, odd, bits, num_codes)
     if bits < 8 and dtype != tl.float32:
       even <<= 1
       odd <<= 1
-    weights = _weights(even, odd, table, dtype, bits, use_ptx, neighbors)
-    if not use_ptx:  # The interpreter has no products of 16-bit numbers.
-      weights, xs = weights.to(tl.float32), xs.to(tl.float32)
-    sums = tl.dot(weights, xs, sums, input_precision="tf32x3")
+    # Two places at a time have room in registers, if they have four bytes.
+    places: tl.constexpr = 2 if dtype == tl.float32 else 8
+    for first in tl.static_range(0, 8, places):
+      xs = _load_x(x, row, word, end, rows, words, block_rows, is_words_first,
+                   first, places, neighbors)
+      if dtype == tl.float32:
+        weights = _two_places(even, odd, table, first, dtype, bits, use_ptx)
+      else:
+        weights = _weights(even, odd, table, dtype, bits, use_ptx, neighbors)
+      if not use_ptx:  # The interpreter has no products of 16-bit numbers.
+        weights, xs = weights.to(tl.float32), xs.to(tl.float32)
+      sums = tl.dot(weights, xs, sums, input_precision="tf32x3")
     if has_outliers:
       before, earlier, total = ranks(escapes, is_words_first, use_ptx)
       # Rank and word since the lists were empty, 16 bits each.
@@ -179,25 +184,26 @@ def matmul_kernel(
 @triton.jit
 def _load_x(x, row, word, end, rows: tl.constexpr, words: tl.constexpr,
             block_rows: tl.constexpr, is_words_first: tl.constexpr,
-            neighbors: tl.constexpr):
-  """[128, block_rows] in the order of `_weights`."""
+            first: tl.constexpr, places: tl.constexpr, neighbors: tl.constexpr):
+  """[16 * places, block_rows] in the order of `_weights` or `_two_places`."""
   high: tl.constexpr = block_rows // 8
   n_high = tl.arange(0, high)[:, None, None, None, None]
   i = tl.arange(0, 4)[None, :, None, None, None]
   n_low = tl.arange(0, 8)[None, None, :, None, None]
   t = tl.arange(0, 4)[None, None, None, :, None]
-  place = tl.arange(0, 8)[None, None, None, None, :]
+  place = first + tl.arange(0, places)[None, None, None, None, :]
   w = word + (i * 4 + t if is_words_first else t * 4 + i)
   n = row + n_high * 8 + n_low
   found = tl.load(x + n * (words * 8) + w * 8 + place,
                   mask=(n < rows) & (w < end), other=0)
-  found = found.reshape(high, 4, 8, 4, 2, 2, 2)
-  if neighbors == 1:
-    return found.permute(1, 4, 5, 6, 3, 0, 2).reshape(128, block_rows)
-  elif neighbors == 2:
-    return found.permute(1, 4, 5, 3, 6, 0, 2).reshape(128, block_rows)
+  if places == 2:
+    return found.permute(1, 4, 3, 0, 2).reshape(32, block_rows)
   else:
-    return found.permute(1, 4, 3, 5, 6, 0, 2).reshape(128, block_rows)
+    found = found.reshape(high, 4, 8, 4, 2, 2, 2)
+    if neighbors == 2:
+      return found.permute(1, 4, 5, 3, 6, 0, 2).reshape(128, block_rows)
+    else:
+      return found.permute(1, 4, 3, 5, 6, 0, 2).reshape(128, block_rows)
 
 
 @triton.jit
@@ -211,12 +217,18 @@ def _weights(even, odd, table, dtype: tl.constexpr, bits: tl.constexpr,
   v2 = _lookup(codes, table, 2, dtype, bits, use_ptx)
   v3 = _lookup(codes, table, 3, dtype, bits, use_ptx)
   v = tl.join(tl.join(v0, v1), tl.join(v2, v3))
-  if neighbors == 1:
-    return v.permute(0, 1, 3, 6, 5, 4, 2).reshape(32, 128)
-  elif neighbors == 2:
+  if neighbors == 2:
     return v.permute(0, 1, 3, 6, 5, 2, 4).reshape(32, 128)
   else:
     return v.permute(0, 1, 3, 6, 2, 5, 4).reshape(32, 128)
+
+
+@triton.jit
+def _two_places(even, odd, table, first: tl.constexpr, dtype: tl.constexpr,
+                bits: tl.constexpr, use_ptx: tl.constexpr):
+  """[32, 32]: the same of places `first` and the next, for one neighbor."""
+  v = _lookup(tl.join(even, odd), table, first // 2, dtype, bits, use_ptx)
+  return v.permute(0, 1, 3, 4, 2).reshape(32, 32)
 
 
 @triton.jit
