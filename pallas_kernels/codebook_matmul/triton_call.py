@@ -21,8 +21,8 @@ from pallas_kernels.codebook_matmul.triton_tuning import TritonTuning
 _COMPUTE_CAPABILITY = 90
 # Of kernels that hold a block's weights in full: fewer would spill registers.
 _DENSE_WARPS = 4
-# Words and ranks between two readings of the lists have 16 bits each.
-_MOST_WORDS = (1 << 15) - 1
+# A program's words are counted in 15 bits.
+_MOST_WORDS = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The codebook kernels in Triton: numerics interpreted, and compiled for an H100."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -142,13 +143,15 @@ class CompiledTest(parameterized.TestCase):
         x_of(rows, "float32"), abstract(7, storage),
         triton_tuning.default(rows)))
 
-  @parameterized.product(rows=(1, 16), storage=tuple(Storage))
+  @parameterized.product(
+      rows=(1, 16), bits=(6, 7, 8), storage=tuple(Storage))
   @pytest.mark.slow
-  def test_candidates(self, rows, storage):
-    for config in triton_tuning.candidates(rows):
-      if config.programs == triton_tuning.default(rows).programs:
-        self.compile(triton_call.matmul_launch(
-            x_of(rows), abstract(6, storage), config))
+  def test_candidates(self, rows, bits, storage):
+    # How many programs there are changes no instruction.
+    for slots in {config.slots for config in triton_tuning.candidates(rows)}:
+      config = dataclasses.replace(triton_tuning.default(rows), slots=slots)
+      self.compile(triton_call.matmul_launch(
+          x_of(rows), abstract(bits, storage), config))
 
   @parameterized.product(bits=(6, 7, 8), storage=tuple(Storage))
   @pytest.mark.slow
