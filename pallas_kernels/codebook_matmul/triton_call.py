@@ -21,6 +21,8 @@ from pallas_kernels.codebook_matmul.triton_tuning import TritonTuning
 _COMPUTE_CAPABILITY = 90
 # Of kernels that hold a block's weights in full: fewer would spill registers.
 _DENSE_WARPS = 4
+# Words that have outliers, in the list of an output: `triton_kernel.LIST`.
+_LIST = 32
 # A program's words are counted in 15 bits.
 _MOST_WORDS = 1 << 14
 
@@ -85,7 +87,7 @@ def matmul_launch(x: jax.Array, w: Packed, config: TritonTuning, *,
     splits = -(-tiles * 16 // _MOST_WORDS)
   grid = (w.bands, parts * splits, row_blocks)
   shape = (parts * splits, rows, w.out)
-  lists = grid[0] * grid[1] * grid[2] * 32 * BAND if not use_ptx else 1
+  lists = grid[0] * grid[1] * grid[2] * _LIST * BAND if not use_ptx else 1
   gather_rows = min(config.rows, 1 << (rows - 1).bit_length())
   return Launch(
       kernel="matmul_kernel",

@@ -41,8 +41,6 @@ from pallas_kernels.codebook_matmul.triton_blocks import (
 
 # Words that the list of an output holds; a block adds up to 16.
 LIST = 32
-# Bytes of shared memory: a table of up to 256 entries, and the lists.
-TABLE_BYTES = 1024
 
 _LIST: tl.constexpr = tl.constexpr(LIST)
 _FULL: tl.constexpr = tl.constexpr(LIST - 16)
