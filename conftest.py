@@ -62,6 +62,10 @@ _REQUIREMENTS = {
     lambda: _has_module("jax_cuda13_plugin", "jax_plugins.xla_cuda13"),
     "needs jax's CUDA plugin: pip install -r requirements-planner.txt",
   ),
+  "triton": (
+    lambda: _has_module("triton", "jax_triton"),
+    "needs triton: pip install -r requirements-planner.txt",
+  ),
   "gpu": (
     _has_gpu,
     "needs a GPU: install the gpu extra and set JAX_PLATFORMS=cuda,cpu",

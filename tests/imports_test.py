@@ -61,6 +61,11 @@ class BrokenTreeTest(parameterized.TestCase):
        "torch is for tests only"),
       ("eager_peer", "experiments/bench.py", "import torch",
        "torch is imported inside functions only"),
+      ("triton", "legolm_jax/matmul.py", "def f():\n  import triton",
+       "triton is for its kernels only"),
+      ("triton_kernel", "pallas_kernels/codebook_matmul/api.py",
+       "from pallas_kernels.codebook_matmul import triton_kernel",
+       "kernels in Triton are imported inside functions only"),
       ("tests", "experiments/train.py", "from tests.helpers import devices",
        "tests are imported by tests only"),
   )
@@ -70,6 +75,7 @@ class BrokenTreeTest(parameterized.TestCase):
         "rollplex_jax/data/rows.py": "",
         "rollplex_jax/stages/prefix.py": "",
         "experiments/train.py": "",
+        "pallas_kernels/codebook_matmul/triton_kernel.py": "import triton",
         path: source,
     })
     line = source.count("\n") + 1

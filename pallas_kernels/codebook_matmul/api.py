@@ -7,7 +7,8 @@
 where W is [in, out] whatever the storage. Each of the products is the other's
 gradient with respect to its first operand; the matrix is a constant. Inside
 `shard_map` (with `check_vma=False`: Pallas doesn't say what varies) a shard of a
-matrix is a matrix. On a GPU, Pallas kernels run, and elsewhere plain jnp does.
+matrix is a matrix. On a GPU, Pallas kernels run, and elsewhere plain jnp does;
+Triton kernels, which jax_triton calls, run where they are asked for.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from pallas_kernels.codebook_matmul import (
     blockwise,
     kernel,
     reference,
+    triton_call,
+    triton_tuning,
     tuning,
 )
 from pallas_kernels.codebook_matmul.packed import CompressedMatrix, Packed
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_IMPLEMENTATIONS = (None, "pallas", "blockwise", "reference")
+_IMPLEMENTATIONS = (None, "pallas", "triton", "blockwise", "reference")
+_Config = tuning.Tuning | triton_tuning.TritonTuning | None
 
 
 def codebook_matmul(
     x: jax.Array, w: CompressedMatrix, *, dtype=None,
     implementation: str | None = None, interpret: bool = False,
-    config: tuning.Tuning | None = None) -> jax.Array:
+    config: _Config = None) -> jax.Array:
   """Multiplies rows by a compressed matrix: over its inputs.
 
   Args:
@@ -40,18 +44,20 @@ def codebook_matmul(
     w: a matrix of `in` inputs and `out` outputs, in either storage.
     dtype: of the product, by default that of `x`. Sums are float32, and a weight
       is rounded to the dtype of `x` before it is multiplied, if at all.
-    implementation: "pallas"; "blockwise", plain jnp of which a block at a time
-      is dense; "reference", of which all is; or None for Pallas where the
-      program is compiled for an NVIDIA GPU, and by blocks elsewhere.
+    implementation: "pallas" or "triton"; "blockwise", plain jnp of which a block
+      at a time is dense; "reference", of which all is; or None for Pallas where
+      the program is compiled for an NVIDIA GPU, and by blocks elsewhere.
     interpret: whether Pallas interprets its kernel, which runs anywhere; for
       tests.
-    config: of the kernel, by default by the number of rows.
+    config: of the kernel, by default by the number of rows; a `TritonTuning` for
+      Triton, else a `Tuning`.
 
   Returns:
     [..., out].
 
   Raises:
     ValueError: if shapes, dtypes or the pieces of `w` don't fit together.
+    ImportError: if Triton is asked for and isn't installed.
   """
   return _product(x, w, dtype, implementation, interpret, config, False)
 
@@ -59,7 +65,7 @@ def codebook_matmul(
 def codebook_matmul_transposed(
     y: jax.Array, w: CompressedMatrix, *, dtype=None,
     implementation: str | None = None, interpret: bool = False,
-    config: tuning.Tuning | None = None) -> jax.Array:
+    config: _Config = None) -> jax.Array:
   """Multiplies rows by a compressed matrix's transpose: over its outputs.
 
   Args:
@@ -70,14 +76,14 @@ def codebook_matmul_transposed(
     [..., in].
 
   Raises:
-    ValueError: as `codebook_matmul`.
+    ValueError, ImportError: as `codebook_matmul`.
   """
   return _product(y, w, dtype, implementation, interpret, config, True)
 
 
 def codebook_lookup(
     w: CompressedMatrix, *, dtype=None, implementation: str | None = None,
-    interpret: bool = False, config: tuning.Tuning | None = None) -> jax.Array:
+    interpret: bool = False, config: _Config = None) -> jax.Array:
   """The dense matrix.
 
   Args:
@@ -90,12 +96,15 @@ def codebook_lookup(
     [out, in] or [in, out], as `w` is stored.
 
   Raises:
-    ValueError: as `codebook_matmul`.
+    ValueError, ImportError: as `codebook_matmul`.
   """
-  _check_implementation(implementation)
+  _check_implementation(implementation, interpret, config)
   dtype = jnp.dtype(dtype or w.dtype)
   _check_dtype("the result", dtype)
   packed = jax.lax.stop_gradient(Packed.of(w))
+  if implementation == "triton":
+    # A program is a tile of a band: there is nothing to tune.
+    return triton_call.lookup(packed, dtype=dtype)
   config = config or tuning.LOOKUP
   config.check(is_transposed=True)
   return _pick(
@@ -106,7 +115,7 @@ def codebook_lookup(
 
 
 def _product(x, w, dtype, implementation, interpret, config, is_transposed):
-  _check_implementation(implementation)
+  _check_implementation(implementation, interpret, config)
   name = "y" if is_transposed else "x"
   _check_dtype(name, x.dtype)
   dtype = jnp.dtype(dtype or x.dtype)
@@ -120,9 +129,12 @@ def _product(x, w, dtype, implementation, interpret, config, is_transposed):
         f"a matrix of {packed.inputs} inputs and {packed.out} outputs, found "
         f"{list(x.shape)}")
   rows = x.reshape(-1, size)
-  config = config or tuning.default(
-      rows.shape[0], x.dtype.itemsize, is_transposed)
-  config.check(is_transposed)
+  config = config or _default(
+      implementation, rows.shape[0], x.dtype.itemsize, is_transposed)
+  if implementation == "triton":
+    config.check()
+  else:
+    config.check(is_transposed)
   other = packed.inputs if is_transposed else packed.out
   if not rows.shape[0]:
     return jnp.zeros((*x.shape[:-1], other), dtype)
@@ -135,6 +147,8 @@ def _product(x, w, dtype, implementation, interpret, config, is_transposed):
 def _matmul(x, w, dtype, is_transposed, implementation, interpret, config):
   """[m, in] to [m, out] or, transposed, back."""
   name = "matmul_transposed" if is_transposed else "matmul"
+  if implementation == "triton":
+    return getattr(triton_call, name)(x, w, config=config).astype(dtype)
   plain = {"blockwise": getattr(blockwise, name),
            "reference": getattr(reference, name)}
   found = _pick(
@@ -152,8 +166,8 @@ def _matmul_backward(dtype, is_transposed, implementation, interpret, config,
                      saved, gradient):
   del dtype, config
   w, like = saved
-  config = tuning.default(
-      gradient.shape[0], gradient.dtype.itemsize, not is_transposed)
+  config = _default(implementation, gradient.shape[0],
+                    gradient.dtype.itemsize, not is_transposed)
   back = _matmul(gradient, w, like.dtype, not is_transposed, implementation,
                  interpret, config)
   return back, None
@@ -172,10 +186,25 @@ def _pick(implementation, interpret, pallas, plain, *operands):
       *operands, cuda=pallas, default=plain["blockwise"])
 
 
-def _check_implementation(implementation) -> None:
+def _default(implementation, rows, itemsize, is_transposed):
+  if implementation == "triton":
+    return triton_tuning.default(rows)
+  return tuning.default(rows, itemsize, is_transposed)
+
+
+def _check_implementation(implementation, interpret, config) -> None:
   if implementation not in _IMPLEMENTATIONS:
     raise ValueError(f"implementation: expected one of {_IMPLEMENTATIONS}, "
                      f"found {implementation!r}")
+  is_triton = implementation == "triton"
+  if is_triton:
+    triton_call.check_installed()
+  if is_triton and interpret:
+    raise ValueError("interpret: expected False with Triton, found True")
+  wanted = triton_tuning.TritonTuning if is_triton else tuning.Tuning
+  if config is not None and not isinstance(config, wanted):
+    raise ValueError(f"config: expected a {wanted.__name__} with "
+                     f"implementation {implementation!r}, found {config}")
 
 
 def _check_dtype(name: str, dtype) -> None:

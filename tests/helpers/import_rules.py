@@ -24,6 +24,10 @@ STAGE_FUNCTIONS = ("objectives", "sampling")
 JOINING_STAGES = ("window",)
 # Used where a user asks for it, so imported inside a function only.
 OPTIONAL = ("jax_triton", "lm_eval", "ray", "wandb")
+# Kernels in Triton import it as they are, and are imported where one is called.
+TRITON_KERNELS = tuple(
+    f"pallas_kernels.codebook_matmul.triton_{name}"
+    for name in ("blocks", "dense", "kernel"))
 # Measurements against another implementation may import it, inside a function.
 TORCH = ("torch", "torchvision")
 TORCH_IMPORTERS = ("experiments.bench",)
@@ -49,6 +53,11 @@ def _direction_error(found: source_tree.Import) -> str | None:
     if not found.importer.startswith(TORCH_IMPORTERS):
       return "torch is for tests only"
     return None if found.lazy else "torch is imported inside functions only"
+  if target[0] == "triton" and found.importer not in TRITON_KERNELS:
+    return "triton is for its kernels only"
+  if (found.target in TRITON_KERNELS and not found.lazy
+      and found.importer not in TRITON_KERNELS):
+    return "kernels in Triton are imported inside functions only"
   if target[0] == "tests":
     return "tests are imported by tests only"
   if target[0] in order and order.index(target[0]) > order.index(importer[0]):
@@ -136,6 +145,8 @@ def requirement_errors(
     if top in source_tree.PACKAGES or found.importer.split(".")[0] == "tests":
       continue
     if found.lazy and top in (*OPTIONAL, *TORCH):
+      continue
+    if top == "triton" and found.importer in TRITON_KERNELS:
       continue
     if not listed & {_normal(name) for name in distributions.get(top, [top])}:
       errors.append(f"{found.where}: {top} is not in requirements.txt")
