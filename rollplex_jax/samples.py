@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
 
 import jax
 import numpy as np
 
+from rollplex_jax.config import TrainConfig
 from rollplex_jax.data import batching
 from rollplex_jax.data.processor import Prompt
 from rollplex_jax.errors import InputError
@@ -250,3 +251,27 @@ def own_batch(config: ModelConfig, batch: PromptBatch,
 def _power_of_two(count: int) -> int:
   """The smallest power of two that is at least `count`."""
   return 1 << max(count - 1, 0).bit_length()
+
+
+def kept_groups(config: TrainConfig, rewards: np.ndarray) -> np.ndarray:
+  """Rows of the groups that are trained on, of rewards [B, G]."""
+  if not config.gen_batch_size:
+    return np.arange(len(rewards))
+  mixed = np.flatnonzero(rewards.max(axis=1) != rewards.min(axis=1))
+  return mixed[:config.train_batch_size]
+
+
+def mini_batches(config: TrainConfig, num_groups: int, step: int
+                 ) -> Iterator[np.ndarray]:
+  """Group numbers of each mini-batch, over all iterations.
+
+  Groups stay whole, so a mini-batch has the same advantages alone as together.
+  The first iteration keeps their order, later ones shuffle.
+  """
+  size = config.prompts_per_update
+  for iteration in range(config.num_iterations):
+    order = np.arange(num_groups)
+    if iteration:
+      np.random.default_rng((config.seed, step, iteration)).shuffle(order)
+    for i in range(0, num_groups, size):
+      yield order[i:i + size]

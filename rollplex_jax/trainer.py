@@ -50,7 +50,13 @@ from rollplex_jax.placement.mesh import Places, make_places
 from rollplex_jax.placement.pools import Pools
 from rollplex_jax.policy import Policy
 from rollplex_jax.resident import Residency
-from rollplex_jax.samples import Groups, PromptBatch, make_batch
+from rollplex_jax.samples import (
+    Groups,
+    PromptBatch,
+    kept_groups,
+    make_batch,
+    mini_batches,
+)
 from rollplex_jax.schedule import ScheduleName
 from rollplex_jax.settings import Settings, facts_of
 from rollplex_jax.stages import objectives, update
@@ -413,7 +419,7 @@ class Trainer:
     with timer.phase("adv", "host"):
       advantages = np.asarray(objectives.group_advantages(
           jnp.asarray(rewards), self.objective))
-      kept = self._kept_groups(rewards)
+      kept = kept_groups(self.config, rewards)
     values = reports.rollout_metrics(batch, completions, rewards, scores)
     values["train/groups"] = float(len(kept))
     if len(kept):
@@ -432,13 +438,6 @@ class Trainer:
         self.model_config, *zip(*prompts), parts=self._parts,
         spread=self._spread)
 
-  def _kept_groups(self, rewards: np.ndarray) -> np.ndarray:
-    """Rows of the groups that are trained on."""
-    if not self.config.gen_batch_size:
-      return np.arange(len(rewards))
-    mixed = np.flatnonzero(rewards.max(axis=1) != rewards.min(axis=1))
-    return mixed[:self.config.train_batch_size]
-
   def _updates(self, work: Step, groups: Groups, completions: Completions,
                step: int, timer):
     """Scores under reference and old policy, then updates the policy."""
@@ -447,7 +446,7 @@ class Trainer:
       groups = work.score(groups)
     values, total, gap = {}, None, {}
     with timer.phase("update_actor"):
-      for i, order in enumerate(self._mini_batches(len(groups), step)):
+      for i, order in enumerate(mini_batches(self.config, len(groups), step)):
         part = groups.take(order)
         if i == 0:
           # Before anything is updated the ratio is exactly one; the loss
@@ -475,21 +474,6 @@ class Trainer:
     if self._residency is None:
       return self.policy.update(grads)
     return self._residency.update(self.policy, grads)
-
-  def _mini_batches(self, num_groups: int, step: int):
-    """Group numbers of each mini-batch, over all iterations.
-
-    Groups stay whole, so a mini-batch has the same advantages alone as
-    together. The first iteration keeps their order, later ones shuffle.
-    """
-    size = self.config.prompts_per_update
-    for iteration in range(self.config.num_iterations):
-      order = np.arange(num_groups)
-      if iteration:
-        np.random.default_rng((self.config.seed, step, iteration)).shuffle(
-            order)
-      for i in range(0, num_groups, size):
-        yield order[i:i + size]
 
   # -- supervised ------------------------------------------------------------
 
