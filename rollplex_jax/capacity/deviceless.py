@@ -129,13 +129,13 @@ def compile_program(function, args, kwargs, spec: DeviceSpec, *,
 
 def lower(function, args, kwargs, platform: str):
   """Lowers a jitted function for the devices of its arguments' shardings."""
-  traced = function.trace(*args, **kwargs)
   meshes = {a.sharding.mesh for a in jax.tree.leaves((args, kwargs))
             if isinstance(getattr(a, "sharding", None), NamedSharding)}
   # Since jax 0.12 a kernel asks the mesh in use which device it is for.
   with (jax.sharding.use_abstract_mesh(meshes.pop().abstract_mesh) if meshes
         else contextlib.nullcontext()):
-    return traced.lower(lowering_platforms=(platform,))
+    return function.trace(*args, **kwargs).lower(
+        lowering_platforms=(platform,))
 
 
 def _compile(lowered):
