@@ -1,0 +1,128 @@
+"""What NVIDIA GPUs do in one instruction and Triton in several.
+
+Each function has a twin in plain jnp, which runs where Pallas interprets the
+kernel: inline assembly has no interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+
+import jax
+from jax.experimental.pallas import triton as plgpu
+import jax.numpy as jnp
+
+# Shared memory has so many banks of 4 bytes, a warp so many lanes.
+_LANES = 32
+# A row of a table in shared memory: a byte of an address is then an index.
+_ROW_BYTES = 256
+# Static shared memory ends at 48 KiB: longer tables have rows without a gap.
+_LONGEST = 128
+
+_RESERVE = """{{
+.shared .align 1024 .b8 codebook_table[{size}];
+mov.b32 $0, codebook_table;
+add.s32 $0, $0, $1;
+}}"""
+_FILL = "st.shared.b32 [$1], $2; and.b32 $0, $1, 0;"
+_COLUMN = """{
+.reg .b32 lane;
+bar.sync 0;
+mov.u32 lane, %laneid;
+mad.lo.s32 $0, lane, 4, $1;
+}"""
+
+
+def fma(a: jax.Array, b: jax.Array, c: jax.Array, interpret: bool
+        ) -> jax.Array:
+  """Float32 a * b + c, broadcast against each other."""
+  if interpret:
+    return a * b + c
+  return _assembly("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f",
+                   jnp.broadcast_arrays(a, b, c), jnp.float32)
+
+
+def count_bits(a: jax.Array, interpret: bool) -> jax.Array:
+  """int32: the bits that are set in uint32 `a`."""
+  if interpret:
+    return jax.lax.population_count(a).astype(jnp.int32)
+  return _assembly("popc.b32 $0, $1;", "=r,r", [a], jnp.int32)
+
+
+def highest_bit(a: jax.Array, interpret: bool) -> jax.Array:
+  """int32: the number of the highest bit that is set in uint32 `a`, or -1."""
+  if interpret:
+    return 31 - jax.lax.clz(a).astype(jnp.int32)
+  return _assembly("bfind.u32 $0, $1;", "=r,r", [a], jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """A codebook in shared memory, 32 times: each lane reads a bank of its own.
+
+  Attributes:
+    ref: float32 [n], the codebook in memory.
+    start: int32 [], address in shared memory; None to read `ref` instead.
+  """
+
+  ref: jax.Ref
+  start: jax.Array | None
+
+  @property
+  def is_plain(self) -> bool:
+    """Whether to do without assembly."""
+    return self.start is None
+
+  @classmethod
+  def of(cls, ref, threads: int, interpret: bool) -> Table:
+    """Copies a codebook; all threads of a program have to come by."""
+    if interpret:
+      return cls(ref, None)
+    size = ref.shape[0]
+    stride = _stride(size)
+    # One element per thread makes one variable.
+    start = _assembly(_RESERVE.format(size=size * stride), "=r,r",
+                      [jnp.arange(threads) * 0], jnp.int32).max()
+    row, lane = jnp.arange(size)[:, None], jnp.arange(_LANES)[None]
+    values = jnp.broadcast_to(plgpu.load(ref.at[row]), (size, _LANES))
+    filled = _assembly(_FILL, "=r,r,f", [
+        start + row * stride + lane * 4, values], jnp.int32)
+    # A sum of zeros, which is there when every thread has stored its part.
+    return cls(ref, start + filled.sum())
+
+  def rows(self, codes: jax.Array) -> jax.Array:
+    """uint32: what `at` takes, from four codes each in a byte."""
+    if self.is_plain or _stride(self.ref.shape[0]) != _ROW_BYTES:
+      return codes
+    # The table begins in the first pages: no byte overflows.
+    page = (self.start >> 8 & 255) * 0x01010101
+    return codes + page.astype(jnp.uint32)
+
+  def at(self, rows: jax.Array, byte: int) -> jax.Array:
+    """Float32: the entries of the codes in a byte."""
+    if self.is_plain:
+      code = rows >> jnp.uint32(8 * byte) & jnp.uint32(255)
+      return plgpu.load(self.ref.at[code.astype(jnp.int32)])
+    column = _assembly(_COLUMN, "=r,r", [
+        jnp.broadcast_to(self.start, rows.shape)], jnp.int32)
+    if _stride(self.ref.shape[0]) == _ROW_BYTES:
+      at = f"prmt.b32 at, $1, $2, 0x76{byte}4;"
+    else:
+      at = (f"bfe.u32 at, $1, {8 * byte}, 8; "
+            f"mad.lo.s32 at, at, {4 * _LANES}, $2;")
+    return _assembly(f"{{ .reg .b32 at; {at} ld.shared.f32 $0, [at]; }}",
+                     "=f,r,r", [rows, column], jnp.float32)
+
+
+def _stride(size: int) -> int:
+  """Bytes between a table's rows."""
+  return _ROW_BYTES if size <= _LONGEST else 4 * _LANES
+
+
+def _assembly(text: str, constraints: str, args: Sequence[jax.Array], dtype
+              ) -> jax.Array:
+  shape = jax.ShapeDtypeStruct(args[0].shape, dtype)
+  return plgpu.elementwise_inline_asm(
+      text, args=args, constraints=constraints, pack=1,
+      result_shape_dtypes=[shape])[0]
