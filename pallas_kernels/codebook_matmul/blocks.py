@@ -36,12 +36,12 @@ from pallas_kernels.codebook_matmul.tuning import Tuning
 # What spreads a plane's word so that every byte has two neighboring codes' bits.
 _SPREAD = {
     4: (),
-    2: ((8, 0x00FF00FF), (4, 0x0F0F0F0F)),
+    2: ((4, 0x0F0F0F0F),),
     1: ((12, 0x000F000F), (6, 0x03030303)),
 }
 _BYTES = 0x01010101
-# Takes the two lowest bits of each byte to the highest byte.
-_GATHER = 0x01041040
+# Takes the two highest bits of each byte to the highest byte.
+_GATHER = 0x00041041
 _EVEN_BYTES = 0x00FF00FF
 _FOUR = 4
 # Few groups of four words have more outliers than this.
@@ -61,8 +61,9 @@ class Axes:
 
   @classmethod
   def of(cls, w: Packed) -> Axes:
-    """Of a block: what is contiguous in memory comes last."""
-    return cls("jtgoq" if w.is_words_first else "qtogj")
+    """Of a block; where a load is of single numbers, Triton's lanes go from the
+    last dimension to the first, too."""
+    return cls("qjtgo" if w.is_words_first else "qjtog")
 
   def index(self, name: str) -> int:
     return self.names.index(name)
@@ -150,12 +151,12 @@ class Bands:
             + axes.arange("o", BAND // _FOUR) * _FOUR + axes.arange("q", _FOUR))
 
   def scale(self, w: Packed, axes: Axes, runs: int = 1):
-    """Float32 over q, t and o, or None."""
+    """Float32 over q, t and o, 1 where there is no output; or None."""
     if w.scale is None:
       return None
     outputs = self.indices(axes, runs)
     return plgpu.load(w.scale.at[outputs], mask=outputs < self.end,
-                      other=0).astype(jnp.float32)
+                      other=1).astype(jnp.float32)
 
   def read(self, w: Packed, table: machine.Table, words: Words, base, in_shard
            ) -> tuple[Block, jax.Array]:
@@ -178,14 +179,14 @@ class Bands:
     where = (word, outputs) if w.is_words_first else (outputs, word)
     planes = [plgpu.load(plane.at[where], mask=mask, other=0).astype(jnp.uint32)
               for plane in w.planes]
-    codes, escapes, ranks = _codes(w, planes), None, None
+    codes, escapes, ranks = _codes(w, planes, table.is_plain), None, None
     if w.outliers is not None:
       escapes = _escapes(w, codes)
       ranks, base = _Ranks.of(axes, escapes, base, words.runs, table)
     shard = ((in_shard, self.shard) if w.is_words_first
              else (self.shard, in_shard))
     return Block(self, words, axes, table, shard,
-                 [table.rows(part) for part in codes], escapes, ranks), base
+                 codes, escapes, ranks), base
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +257,7 @@ class Block:
     axes: the dimensions.
     table: the codebook.
     shard: indices into the first two dimensions of the outliers.
-    rows: of the table: twice uint32, see `_codes`.
+    codes: twice uint32, see `_codes`.
     escapes: uint32, see `_escapes`; None without outliers, as are the next.
     ranks: of the outliers.
   """
@@ -266,33 +267,62 @@ class Block:
   axes: Axes
   table: machine.Table
   shard: tuple[jax.Array, jax.Array]
-  rows: list[jax.Array]
+  codes: list[jax.Array]
   escapes: jax.Array | None
   ranks: _Ranks | None
 
   def centroids(self, place: int) -> jax.Array:
     """Float32: the codebook's entries at a place, 0 for an escape."""
-    return self.table.at(self.rows[place % 2], place // 2)
+    return self.table.at(self.codes[place % 2], place // 2)
 
-  def weights(self, w: Packed, dtype) -> Iterator[jax.Array]:
-    """Place by place: scaled, and with the outliers."""
+  def weights(self, w: Packed, dtype, is_scaled: bool) -> list[jax.Array]:
+    """Place by place, with the outliers.
+
+    Args:
+      w: the matrix, as references.
+      dtype: of the result.
+      is_scaled: False for weights that are yet to be scaled.
+    """
     scale = self.bands.scale(w, self.axes, self.words.runs)
-    rank = None if self.ranks is None else self.ranks.of_words(self.axes)
-    for place in range(WORD):
-      values = self.centroids(place)
-      if scale is not None:
-        values *= scale
-      values = values.astype(dtype)
-      if rank is not None:
-        is_escape = self.escapes >> jnp.uint32(place) & jnp.uint32(1)
-        values = self._outliers(w, rank, is_escape == jnp.uint32(1), values)
-        rank += is_escape.astype(jnp.int32)
-      yield values
+    scaled = lambda a: a * scale if is_scaled and scale is not None else a
+    if self.ranks is None:
+      return [scaled(self.centroids(place)).astype(dtype)
+              for place in range(WORD)]
+    inverse = None if is_scaled or scale is None else 1 / scale
+    start = self.ranks.of_words(self.axes)
 
-  def matrix(self, w: Packed, dtype) -> jax.Array:
+    def load(rank, mask):
+      values = self._outliers(w, rank, mask)
+      return values if inverse is None else values * inverse
+
+    def with_few():
+      """Two outliers at most: they are at hand before it is known where."""
+      first, second = load(start, counts > 0), load(start + 1, counts > 1)
+      for place in range(WORD):
+        is_escape = self._is_escape(place)
+        value = jnp.where(is_escape, first, scaled(self.centroids(place)))
+        yield value.astype(dtype)
+        first = jnp.where(is_escape, second, first)
+
+    def with_many():
+      rank = start
+      for place in range(WORD):
+        is_escape = self._is_escape(place)
+        value = jnp.where(is_escape, load(rank, is_escape),
+                          scaled(self.centroids(place)))
+        yield value.astype(dtype)
+        rank += is_escape.astype(jnp.int32)
+
+    counts = machine.count_bits(self.escapes, self.table.is_plain)
+    return jax.lax.cond(
+        _largest(counts, self.axes) > 2,
+        lambda: list(with_many()), lambda: list(with_few()))
+
+  def matrix(self, w: Packed, dtype, is_scaled: bool) -> jax.Array:
     """[outputs, inputs] as stored."""
     bands, runs = self.bands.size, self.words.runs
-    values = jnp.stack(list(self.weights(w, dtype)), -1)
+    values = _stack(self.weights(w, dtype, is_scaled))
+    values = values.reshape(*values.shape[:5], WORD)
     # t as b and r: bands and runs.
     t = self.axes.index("t")
     shape = list(values.shape)
@@ -330,36 +360,50 @@ class Block:
       word = (word >> (bit & u(16))) & u(0xFFFF)
       before = escapes & (one - u(1)) & (u(255) << (bit & u(24)))
       rank = group + word.astype(jnp.int32) + machine.count_bits(before, plain)
-      values = self._outliers(
-          w, rank, is_there, jnp.zeros(rank.shape, jnp.float32))
+      values = self._outliers(w, rank, is_there)
       x = gather(first + bit.astype(jnp.int32), is_there)
       sums = tuple(machine.fma(row, values, total, plain)
                    for total, row in zip(sums, x))
       return left & ~one, sums
 
     carry = (escapes, sums)
-    most = machine.count_bits(escapes, plain)
-    for name in "qogt":  # First what is in a thread.
-      most = most.max(axes.index(name))
-      axes = axes.only(axes.names.replace(name, ""))
+    most = _largest(machine.count_bits(escapes, plain), axes)
     for i in range(_FEW):
       carry = add_next(i, carry)
     return jax.lax.fori_loop(jnp.int32(_FEW), most, add_next, carry)[1]
 
-  def _outliers(self, w: Packed, rank, mask, other):
-    """In the dtype of `other`, which stands where the mask doesn't."""
-    ref = w.outliers.at[(*self.shard, rank)]
-    if w.outliers.dtype == other.dtype:
-      return plgpu.load(ref, mask=mask, other=other)
-    found = plgpu.load(ref, mask=mask, other=0).astype(other.dtype)
-    return jnp.where(mask, found, other)
+  def _is_escape(self, place: int) -> jax.Array:
+    return (self.escapes & jnp.uint32(1 << place)) != jnp.uint32(0)
+
+  def _outliers(self, w: Packed, rank, mask) -> jax.Array:
+    """Float32, 0 where not in the mask."""
+    return plgpu.load(w.outliers.at[(*self.shard, rank)], mask=mask,
+                      other=0).astype(jnp.float32)
 
 
-def _codes(w: Packed, planes) -> list[jax.Array]:
+def _largest(values: jax.Array, axes: Axes) -> jax.Array:
+  """The largest of a block's values."""
+  for name in "jqogt":  # First what is in a thread.
+    if name in axes.names:
+      values = values.max(axes.index(name))
+      axes = axes.only(axes.names.replace(name, ""))
+  return values
+
+
+def _stack(values: list[jax.Array]) -> jax.Array:
+  """Along new last dimensions of 2 each: Triton joins no more than two."""
+  if len(values) == 1:
+    return values[0]
+  return jnp.stack([_stack(values[0::2]), _stack(values[1::2])], -1)
+
+
+def _codes(w: Packed, planes, plain: bool) -> list[jax.Array]:
   """Twice uint32, a byte per code: of the even places, of the odd places."""
   u = jnp.uint32
   codes, below = [None, None], 0
   for plane, width in zip(planes, w.widths):
+    if width == 2:
+      plane = machine.spread_bytes(plane, plain)
     for shift, mask in _SPREAD[width]:
       plane = (plane | plane << u(shift)) & u(mask)
     for odd in range(2):
@@ -384,8 +428,8 @@ def _escapes(w: Packed, codes) -> jax.Array:
       ones = part ^ u(_BYTES * (255 - escape))
       tops.append(ones & (ones & u(_BYTES * 127)) + u(_BYTES))
   even, odd = tops
-  pairs = even >> u(7) & u(_BYTES) | odd >> u(6) & u(_BYTES << 1)
-  return pairs * u(_GATHER) >> u(24)
+  pairs = odd & u(_BYTES << 7) | even >> u(1) & u(0xFFFFFFFF ^ (_BYTES << 7))
+  return (pairs & u(_BYTES * 0xC0)) * u(_GATHER) >> u(24)
 
 
 def tiles_of(w: Packed, shard, part, parts: int):

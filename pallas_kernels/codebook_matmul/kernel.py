@@ -171,6 +171,10 @@ def _matmul_kernel(x_ref, w, y_ref, *, config: Tuning, splits: int,
   steps = pl.cdiv(jnp.maximum(end - start, 0), config.words)
   sums, _ = jax.lax.fori_loop(0, steps, step, (zero, bands.base(w, first)))
   if config.is_dot:
+    if w.scale is not None:
+      output = bands.start + jnp.arange(config.bands * BAND)
+      sums *= plgpu.load(w.scale.at[output], mask=output < bands.end,
+                         other=0).astype(jnp.float32)[None]
     rows.store_dot(y_ref, (split,), bands.start, bands.end, sums)
     return
   # Centroids are scaled in the end.
@@ -209,7 +213,7 @@ def _transposed_kernel(y_ref, w, z_ref, *, config: Tuning, splits: int,
     outputs = bands.indices(axes.only("qto"))
     y = rows.load(y_ref, outputs, outputs < bands.end)
     y = [axes.spread(a, "qto") for a in y]
-    values = block.weights(w, jnp.float32)
+    values = block.weights(w, jnp.float32, True)
     sums = list(sums)
     for place, value in enumerate(values):
       for m, a in enumerate(y):
@@ -250,7 +254,7 @@ def _lookup_kernel(w, dense_ref, *, config: Tuning, interpret: bool):
   word = words.indices(axes, bands.size)
   column = (word - section * w.words_per_section) * WORD
   is_there = (word < words.end) & (output < bands.end)
-  for place, values in enumerate(block.weights(w, jnp.float32)):
+  for place, values in enumerate(block.weights(w, jnp.float32, True)):
     mask = is_there & (column + place < w.section_inputs)
     index = section * w.section_inputs + column + place
     plgpu.store(
@@ -304,12 +308,12 @@ class _Rows:
     """Adds products over the inputs of a block: [rows, outputs]."""
     x = self._block(ref, words.start * WORD, words.runs * TILE_WORDS * WORD,
                     words.end * WORD)
-    return sums + _dot(x, block.matrix(w, x.dtype), int(not w.is_words_first))
+    return sums + _dot(x, block.matrix(w, x.dtype, False), int(not w.is_words_first))
 
   def add_dot_transposed(self, sums, ref, bands: Bands, block: Block, w: Packed):
     """Adds products over the outputs of a block: [rows, inputs]."""
     y = self._block(ref, bands.start, bands.size * BAND, bands.end)
-    return sums + _dot(y, block.matrix(w, y.dtype), int(w.is_words_first))
+    return sums + _dot(y, block.matrix(w, y.dtype, True), int(w.is_words_first))
 
   def store_dot(self, ref, lead, start, end, sums) -> None:
     """To ref[*lead, rows, start:end]."""

@@ -26,12 +26,9 @@ mov.b32 $0, codebook_table;
 add.s32 $0, $0, $1;
 }}"""
 _FILL = "st.shared.b32 [$1], $2; and.b32 $0, $1, 0;"
-_COLUMN = """{
-.reg .b32 lane;
-bar.sync 0;
-mov.u32 lane, %laneid;
-mad.lo.s32 $0, lane, 4, $1;
-}"""
+# All lanes agree: an instruction can add it to an address at no cost.
+_UNIFORM = "bar.sync 0; redux.sync.max.s32 $0, $1, 0xffffffff;"
+_COLUMN = "mov.u32 $0, %laneid; mad.lo.s32 $0, $0, 4, $1;"
 
 
 def fma(a: jax.Array, b: jax.Array, c: jax.Array, interpret: bool
@@ -48,6 +45,14 @@ def count_bits(a: jax.Array, interpret: bool) -> jax.Array:
   if interpret:
     return jax.lax.population_count(a).astype(jnp.int32)
   return _assembly("popc.b32 $0, $1;", "=r,r", [a], jnp.int32)
+
+
+def spread_bytes(a: jax.Array, interpret: bool) -> jax.Array:
+  """uint32: byte 1 of `a`, which has two, as byte 2."""
+  if interpret:
+    return (a | a << jnp.uint32(8)) & jnp.uint32(0x00FF00FF)
+  return _assembly("prmt.b32 $0, $1, 0, 0x4140;", "=r,r", [a], jnp.int32
+                   ).astype(jnp.uint32)
 
 
 def highest_bit(a: jax.Array, interpret: bool) -> jax.Array:
@@ -91,28 +96,23 @@ class Table:
     # A sum of zeros, which is there when every thread has stored its part.
     return cls(ref, start + filled.sum())
 
-  def rows(self, codes: jax.Array) -> jax.Array:
-    """uint32: what `at` takes, from four codes each in a byte."""
-    if self.is_plain or _stride(self.ref.shape[0]) != _ROW_BYTES:
-      return codes
-    # The table begins in the first pages: no byte overflows.
-    page = (self.start >> 8 & 255) * 0x01010101
-    return codes + page.astype(jnp.uint32)
-
-  def at(self, rows: jax.Array, byte: int) -> jax.Array:
-    """Float32: the entries of the codes in a byte."""
+  def at(self, codes: jax.Array, byte: int) -> jax.Array:
+    """Float32: the entries of the codes in a byte of uint32."""
     if self.is_plain:
-      code = rows >> jnp.uint32(8 * byte) & jnp.uint32(255)
+      code = codes >> jnp.uint32(8 * byte) & jnp.uint32(255)
       return plgpu.load(self.ref.at[code.astype(jnp.int32)])
-    column = _assembly(_COLUMN, "=r,r", [
-        jnp.broadcast_to(self.start, rows.shape)], jnp.int32)
+    start = _assembly(_UNIFORM, "=r,r", [
+        jnp.broadcast_to(self.start, codes.shape)], jnp.int32)
+    column = _assembly(_COLUMN, "=&r,r", [
+        jnp.zeros(codes.shape, jnp.int32)], jnp.int32)
     if _stride(self.ref.shape[0]) == _ROW_BYTES:
       at = f"prmt.b32 at, $1, $2, 0x76{byte}4;"
     else:
       at = (f"bfe.u32 at, $1, {8 * byte}, 8; "
             f"mad.lo.s32 at, at, {4 * _LANES}, $2;")
-    return _assembly(f"{{ .reg .b32 at; {at} ld.shared.f32 $0, [at]; }}",
-                     "=f,r,r", [rows, column], jnp.float32)
+    return _assembly(
+        f"{{ .reg .b32 at; {at} add.s32 at, at, $3; ld.shared.f32 $0, [at]; }}",
+        "=f,r,r,r", [codes, column, start], jnp.float32)
 
 
 def _stride(size: int) -> int:
