@@ -318,20 +318,31 @@ class Block:
         _largest(counts, self.axes) > 2,
         lambda: list(with_many()), lambda: list(with_few()))
 
+  def matrices(self, w: Packed, dtype, is_scaled: bool) -> list[jax.Array]:
+    """[outputs, words] as stored, place by place."""
+    return [self._arranged(values, "", w)
+            for values in self.weights(w, dtype, is_scaled)]
+
   def matrix(self, w: Packed, dtype, is_scaled: bool) -> jax.Array:
     """[outputs, inputs] as stored."""
-    bands, runs = self.bands.size, self.words.runs
+    # Three dimensions of 2 are a word's places.
     values = _stack(self.weights(w, dtype, is_scaled))
-    values = values.reshape(*values.shape[:5], WORD)
-    # t as b and r: bands and runs.
+    return self._arranged(values, "xyz", w)
+
+  def _arranged(self, values, places: str, w: Packed) -> jax.Array:
+    """From a block's dimensions and those of places to a matrix's."""
+    bands, runs = self.bands.size, self.words.runs
     t = self.axes.index("t")
-    shape = list(values.shape)
-    shape[t:t + 1] = [bands, runs]
-    names = self.axes.names.replace("t", "br") + "s"
-    order = "rgjsboq" if w.is_words_first else "boqrgjs"
-    values = values.reshape(shape).transpose([names.index(n) for n in order])
-    shape = [bands * BAND, runs * TILE_WORDS * WORD]
-    return values.reshape(shape[::-1] if w.is_words_first else shape)
+    # t as b and r: bands and runs.
+    names = self.axes.names.replace("t", "br") + places
+    shape = (*values.shape[:t], bands, runs, *values.shape[t + 1:])
+    order = ["boq", "rgj" + places]
+    if w.is_words_first:
+      order.reverse()
+    values = values.reshape(shape).transpose(
+        [names.index(name) for name in "".join(order)])
+    return values.reshape([
+        bands * BAND if part == "boq" else -1 for part in order])
 
   def add_outliers(self, w: Packed, gather: Callable, sums):
     """Adds x times the outliers alone: they are few.

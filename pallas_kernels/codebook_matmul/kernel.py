@@ -131,11 +131,18 @@ def _splits(config: Tuning, programs: int, most: int) -> int:
   return max(1, min(pl.cdiv(config.programs, programs), most))
 
 
+def _table(w: Packed, config: Tuning, interpret: bool) -> machine.Table:
+  """A third of shared memory, two where it is needed for nothing else."""
+  most = machine.LAUNCH_BYTES // 3 * (1 if config.is_dot else 2)
+  return machine.Table.of(
+      w.codebook, 32 * config.num_warps, most, interpret)
+
+
 def _matmul_kernel(x_ref, w, y_ref, *, config: Tuning, splits: int,
                    interpret: bool):
   row, block, split = (pl.program_id(i) for i in range(3))
   rows, bands = _Rows.of(row, config, interpret), Bands.of(w, block, config)
-  table = machine.Table.of(w.codebook, 32 * config.num_warps, interpret)
+  table = _table(w, config, interpret)
   shard = jax.lax.div(split, splits)
   first, last = tiles_of(w, shard, jax.lax.rem(split, splits), splits)
   start, end = first_word(w, first), first_word(w, last)
@@ -198,7 +205,7 @@ def _transposed_kernel(y_ref, w, z_ref, *, config: Tuning, splits: int,
                        interpret: bool):
   row, tile, split = (pl.program_id(i) for i in range(3))
   rows, words = _Rows.of(row, config, interpret), tile_words(w, tile)
-  table = machine.Table.of(w.codebook, 32 * config.num_warps, interpret)
+  table = _table(w, config, interpret)
   shard = jax.lax.div(tile, w.tiles // w.shards[1])
   axes = Axes.of(w)
   per_split = pl.cdiv(num_blocks(w, config), splits)
@@ -244,7 +251,7 @@ def _transposed_kernel(y_ref, w, z_ref, *, config: Tuning, splits: int,
 def _lookup_kernel(w, dense_ref, *, config: Tuning, interpret: bool):
   tile, block = pl.program_id(0), pl.program_id(1)
   bands, words = Bands.of(w, block, config), tile_words(w, tile)
-  table = machine.Table.of(w.codebook, 32 * config.num_warps, interpret)
+  table = _table(w, config, interpret)
   shard = jax.lax.div(tile, w.tiles // w.shards[1])
   section = jax.lax.div(tile, w.tiles_per_section)
   axes = Axes.of(w)
@@ -306,9 +313,19 @@ class _Rows:
 
   def add_dot(self, sums, ref, words: Words, block: Block, w: Packed):
     """Adds products over the inputs of a block: [rows, outputs]."""
-    x = self._block(ref, words.start * WORD, words.runs * TILE_WORDS * WORD,
-                    words.end * WORD)
-    return sums + _dot(x, block.matrix(w, x.dtype, False), int(not w.is_words_first))
+    size, axis = words.runs * TILE_WORDS, int(not w.is_words_first)
+    if ref.dtype != jnp.float32:
+      x = self._block(ref, words.start * WORD, size * WORD, words.end * WORD)
+      return sums + _dot(x, block.matrix(w, x.dtype, False), axis)
+    # Numbers of four bytes take too many registers at once.
+    row = self.start + jnp.arange(self.config.rows)
+    word = words.start + jnp.arange(size)
+    mask = (row < ref.shape[0])[:, None] & (word < words.end)[None]
+    for place, values in enumerate(block.matrices(w, ref.dtype, False)):
+      x = plgpu.load(ref.at[row[:, None], (word * WORD + place)[None]],
+                     mask=mask, other=0)
+      sums += _dot(x, values, axis)
+    return sums
 
   def add_dot_transposed(self, sums, ref, bands: Bands, block: Block, w: Packed):
     """Adds products over the outputs of a block: [rows, inputs]."""

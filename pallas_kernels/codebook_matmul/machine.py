@@ -13,12 +13,12 @@ import jax
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
-# Shared memory has so many banks of 4 bytes, a warp so many lanes.
-_LANES = 32
-# A row of a table in shared memory: a byte of an address is then an index.
-_ROW_BYTES = 256
-# Static shared memory ends at 48 KiB: longer tables have rows without a gap.
-_LONGEST = 128
+# A launch gets so much shared memory without asking for more, and what a kernel
+# declares itself counts: tables leave the rest to Triton.
+LAUNCH_BYTES = 48 << 10
+# Bytes between a table's rows. Of the first, a byte of an address is an index; the
+# last has a column for two lanes.
+_STRIDES = (256, 128, 64)
 
 _RESERVE = """{{
 .shared .align 1024 .b8 codebook_table[{size}];
@@ -28,7 +28,8 @@ add.s32 $0, $0, $1;
 _FILL = "st.shared.b32 [$1], $2; and.b32 $0, $1, 0;"
 # All lanes agree: an instruction can add it to an address at no cost.
 _UNIFORM = "bar.sync 0; redux.sync.max.s32 $0, $1, 0xffffffff;"
-_COLUMN = "mov.u32 $0, %laneid; mad.lo.s32 $0, $0, 4, $1;"
+_COLUMN = ("mov.u32 $0, %laneid; and.b32 $0, $0, {mask}; "
+           "mad.lo.s32 $0, $0, 4, $1;")
 
 
 def fma(a: jax.Array, b: jax.Array, c: jax.Array, interpret: bool
@@ -64,15 +65,17 @@ def highest_bit(a: jax.Array, interpret: bool) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """A codebook in shared memory, 32 times: each lane reads a bank of its own.
+  """A codebook in shared memory, 32 or 16 times: lanes read their own banks.
 
   Attributes:
     ref: float32 [n], the codebook in memory.
     start: int32 [], address in shared memory; None to read `ref` instead.
+    stride: bytes from row to row.
   """
 
   ref: jax.Ref
   start: jax.Array | None
+  stride: int
 
   @property
   def is_plain(self) -> bool:
@@ -80,21 +83,22 @@ class Table:
     return self.start is None
 
   @classmethod
-  def of(cls, ref, threads: int, interpret: bool) -> Table:
+  def of(cls, ref, threads: int, most_bytes: int, interpret: bool) -> Table:
     """Copies a codebook; all threads of a program have to come by."""
-    if interpret:
-      return cls(ref, None)
     size = ref.shape[0]
-    stride = _stride(size)
+    stride = next(n for n in _STRIDES if n * size <= most_bytes)
+    if interpret:
+      return cls(ref, None, stride)
     # One element per thread makes one variable.
     start = _assembly(_RESERVE.format(size=size * stride), "=r,r",
                       [jnp.arange(threads) * 0], jnp.int32).max()
-    row, lane = jnp.arange(size)[:, None], jnp.arange(_LANES)[None]
-    values = jnp.broadcast_to(plgpu.load(ref.at[row]), (size, _LANES))
+    columns = min(stride // 4, 32)
+    row, column = jnp.arange(size)[:, None], jnp.arange(columns)[None]
+    values = jnp.broadcast_to(plgpu.load(ref.at[row]), (size, columns))
     filled = _assembly(_FILL, "=r,r,f", [
-        start + row * stride + lane * 4, values], jnp.int32)
+        start + row * stride + column * 4, values], jnp.int32)
     # A sum of zeros, which is there when every thread has stored its part.
-    return cls(ref, start + filled.sum())
+    return cls(ref, start + filled.sum(), stride)
 
   def at(self, codes: jax.Array, byte: int) -> jax.Array:
     """Float32: the entries of the codes in a byte of uint32."""
@@ -103,21 +107,16 @@ class Table:
       return plgpu.load(self.ref.at[code.astype(jnp.int32)])
     start = _assembly(_UNIFORM, "=r,r", [
         jnp.broadcast_to(self.start, codes.shape)], jnp.int32)
-    column = _assembly(_COLUMN, "=&r,r", [
+    column = _assembly(_COLUMN.format(mask=self.stride // 4 - 1), "=&r,r", [
         jnp.zeros(codes.shape, jnp.int32)], jnp.int32)
-    if _stride(self.ref.shape[0]) == _ROW_BYTES:
+    if self.stride == _STRIDES[0]:
       at = f"prmt.b32 at, $1, $2, 0x76{byte}4;"
     else:
       at = (f"bfe.u32 at, $1, {8 * byte}, 8; "
-            f"mad.lo.s32 at, at, {4 * _LANES}, $2;")
+            f"mad.lo.s32 at, at, {self.stride}, $2;")
     return _assembly(
         f"{{ .reg .b32 at; {at} add.s32 at, at, $3; ld.shared.f32 $0, [at]; }}",
         "=f,r,r,r", [codes, column, start], jnp.float32)
-
-
-def _stride(size: int) -> int:
-  """Bytes between a table's rows."""
-  return _ROW_BYTES if size <= _LONGEST else 4 * _LANES
 
 
 def _assembly(text: str, constraints: str, args: Sequence[jax.Array], dtype
