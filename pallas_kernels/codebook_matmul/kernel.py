@@ -79,8 +79,9 @@ class Traffic:
   Attributes:
     floor: of the matrix, x and the product, each once.
     moved: what `matmul` moves if caches hold x and what programs share: the
-      matrix but for offsets that no program begins at, x three times since its
-      order is changed first, and parts of sums, written and read.
+      matrix but for offsets that no program begins at, x and what is made of it
+      (filled up for tensor cores; twice in float32 without them), written and
+      read, and parts of sums, written and read.
   """
 
   floor: int
@@ -93,7 +94,7 @@ def traffic(w: Packed, rows: int, itemsize: int, config: Tuning) -> Traffic:
   splits = _grid(w, rows, config)[2]
   offsets = 0 if w.offsets is None else w.offsets.nbytes
   begun = 0 if w.offsets is None else splits * w.bands * w.offsets.dtype.itemsize
-  filled = rows * w.words * WORD * itemsize
+  filled = rows * w.words * WORD * (itemsize if config.is_dot else 2 * 4)
   parts = splits * rows * w.out * 4
   return Traffic(
       floor=w.nbytes + x + product,

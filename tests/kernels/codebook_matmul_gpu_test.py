@@ -1,6 +1,7 @@
 """The codebook kernels compiled for an H100: registers, spills, what is stored,
 and how many instructions a weight takes."""
 
+import dataclasses
 import functools
 import math
 
@@ -71,7 +72,20 @@ class CodebookMatmulOnGpuTest(parameterized.TestCase):
         kernels[name].loop / weights, _MOST[name][rows][bits - 6])
 
   @parameterized.product(
-      rows=(1, 16, 256), storage=tuple(Storage), bits=(6, 7, 8))
+      rows=(1, 16, 256), storage=tuple(Storage), bits=(6, 8))
+  @pytest.mark.slow
+  def test_matmul_of_other_bits(self, rows, storage, bits):
+    kernels, _ = self.compile(
+        api.codebook_matmul, _x(rows, _SHAPE.inputs), _matrix(storage, bits))
+    self.check_loop(kernels, "codebook_matmul", rows, bits)
+
+  @parameterized.parameters(*Storage)
+  def test_one_row(self, storage):
+    kernels, _ = self.compile(
+        api.codebook_matmul, _x(1, _SHAPE.inputs), _matrix(storage, 6))
+    self.check_loop(kernels, "codebook_matmul", 1, 6)
+
+  @parameterized.product(rows=(1, 16, 256), storage=tuple(Storage), bits=(7,))
   def test_matmul(self, rows, storage, bits):
     kernels, program = self.compile(
         api.codebook_matmul, _x(rows, _SHAPE.inputs), _matrix(storage, bits))
@@ -82,17 +96,45 @@ class CodebookMatmulOnGpuTest(parameterized.TestCase):
     self.assertLess(max(sizes), _SHAPE.out * _SHAPE.inputs // 7)
 
   @parameterized.product(
-      rows=(1, 16, 256), storage=tuple(Storage), bits=(6, 7, 8))
-  def test_transposed(self, rows, storage, bits):
+      rows=(1, 16, 256), storage=tuple(Storage), bits=(6, 8))
+  @pytest.mark.slow
+  def test_transposed_of_other_bits(self, rows, storage, bits):
+    self.check_transposed(rows, storage, bits)
+
+  @parameterized.product(rows=(1, 16, 256), storage=tuple(Storage))
+  def test_transposed(self, rows, storage):
+    self.check_transposed(rows, storage, 7)
+
+  def check_transposed(self, rows, storage, bits):
     kernels, _ = self.compile(
         api.codebook_matmul_transposed, _x(rows, _SHAPE.out),
         _matrix(storage, bits))
     self.check_loop(kernels, "codebook_matmul_transposed", rows, bits)
 
-  @parameterized.product(storage=tuple(Storage), bits=(6, 7, 8))
-  def test_lookup(self, storage, bits):
-    kernels, _ = self.compile(api.codebook_lookup, _matrix(storage, bits))
+  @parameterized.parameters(*Storage)
+  def test_lookup(self, storage):
+    kernels, _ = self.compile(api.codebook_lookup, _matrix(storage, 7))
     self.check(kernels["codebook_lookup"])
+
+  @parameterized.product(
+      rows=(1, 2, 16, 256), itemsize=(2, 4), is_transposed=(False, True),
+      storage=tuple(Storage))
+  @pytest.mark.slow
+  def test_candidates(self, rows, itemsize, is_transposed, storage):
+    name, function, width = (
+        ("codebook_matmul_transposed", api.codebook_matmul_transposed,
+         _SHAPE.out) if is_transposed else
+        ("codebook_matmul", api.codebook_matmul, _SHAPE.inputs))
+    dtype = jnp.bfloat16 if itemsize == 2 else jnp.float32
+    # How many programs there are changes no instruction.
+    configs = {dataclasses.replace(config, programs=528) for config in
+               tuning.candidates(rows, itemsize, is_transposed)}
+    for config in configs:
+      kernels, _ = self.compile(
+          functools.partial(function, config=config),
+          _x(rows, width, dtype=dtype), _matrix(storage, 7))
+      with self.subTest(str(config)):
+        self.check(kernels[name])
 
   @parameterized.product(rows=(1, 16, 256), storage=tuple(Storage))
   def test_float32(self, rows, storage):
