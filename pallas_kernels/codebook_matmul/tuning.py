@@ -67,7 +67,8 @@ _LARGE = (_tuning(128, 4, 16, 8, 264), _tuning(64, 4, 16, 8, 264),
           _tuning(64, 2, 64, 8, 264))
 _FLOAT_SMALL = (_tuning(16, 4, 16, 8, 264), _tuning(16, 1, 16, 2, 528),
                 _tuning(16, 1, 32, 4, 528))
-_FLOAT_LARGE = (_tuning(32, 4, 16, 8, 264), *_FLOAT_SMALL[:2])
+_FLOAT_LARGE = (_tuning(32, 1, 16, 4, 528), _tuning(32, 1, 16, 8, 528),
+                *_FLOAT_SMALL[:2])
 _TRANSPOSED_1 = (_tuning(1, 2, 16, 2), _tuning(1, 1, 16, 1),
                  _tuning(1, 4, 16, 4))
 _TRANSPOSED_SMALL = (_tuning(16, 2, 16, 2), _tuning(16, 4, 16, 4),
