@@ -21,7 +21,7 @@ over the run's words before it and the outputs before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import dataclasses
 
 import jax

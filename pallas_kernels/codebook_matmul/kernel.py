@@ -1,8 +1,9 @@
 """The products in Pallas, for Triton.
 
-A program decodes a block of bands times words at a time and multiplies it by x,
-which was brought to [8, rows, words] before. Its sums are float32; a sum over
-several programs is added up afterwards, always in the same order.
+A program decodes a block of bands times words at a time and multiplies it by x:
+row by row, or by tensor cores, then all of the block's inputs at once. Its sums are
+float32; a sum over several programs is added up afterwards, always in the same
+order.
 """
 
 from __future__ import annotations

@@ -73,8 +73,7 @@ _TRANSPOSED_1 = (_tuning(1, 2, 16, 2), _tuning(1, 1, 16, 1),
                  _tuning(1, 4, 16, 4))
 _TRANSPOSED_SMALL = (_tuning(16, 2, 16, 2), _tuning(16, 4, 16, 4),
                      _tuning(16, 1, 16, 2))
-_TRANSPOSED_LARGE = (_tuning(64, 4, 16, 8, 264), _tuning(64, 2, 16, 4, 264),
-                     _tuning(128, 4, 16, 8, 264))
+_TRANSPOSED_LARGE = (_tuning(64, 2, 16, 4, 264), _tuning(128, 4, 16, 8, 264))
 _TRANSPOSED_FLOAT = _tuning(16, 1, 16, 4, 528), _tuning(16, 1, 16, 8, 528)
 LOOKUP = _tuning(1, 2, 16, 2, 1)
 
