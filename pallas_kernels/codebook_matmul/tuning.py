@@ -61,19 +61,15 @@ def _tuning(rows: int, bands: int, words: int, num_warps: int,
 # for an H100 without spills.
 _BATCH_1 = _tuning(1, 1, 32, 2), _tuning(1, 1, 16, 1), _tuning(1, 1, 64, 4)
 _BATCH_2 = _tuning(2, 1, 32, 2), _tuning(2, 1, 16, 1), _tuning(2, 1, 64, 4)
-_SMALL = (_tuning(16, 2, 16, 2), _tuning(16, 4, 16, 4), _tuning(16, 1, 16, 1),
-          _tuning(16, 2, 32, 4))
-_LARGE = (_tuning(128, 4, 16, 8, 264), _tuning(64, 4, 16, 8, 264),
-          _tuning(64, 2, 64, 8, 264))
-_FLOAT_SMALL = (_tuning(16, 4, 16, 8, 264), _tuning(16, 1, 16, 2, 528),
-                _tuning(16, 1, 32, 4, 528))
+_SMALL = _tuning(16, 2, 16, 2), _tuning(16, 1, 16, 1)
+_LARGE = _tuning(128, 4, 16, 8, 264), _tuning(64, 2, 16, 4, 264)
+_FLOAT_SMALL = _tuning(16, 4, 16, 8, 264), _tuning(16, 1, 16, 4, 528)
 _FLOAT_LARGE = (_tuning(32, 1, 16, 4, 528), _tuning(32, 1, 16, 8, 528),
-                *_FLOAT_SMALL[:2])
+                _tuning(16, 4, 16, 8, 264))
 _TRANSPOSED_1 = (_tuning(1, 2, 16, 2), _tuning(1, 1, 16, 1),
                  _tuning(1, 4, 16, 4))
-_TRANSPOSED_SMALL = (_tuning(16, 2, 16, 2), _tuning(16, 4, 16, 4),
-                     _tuning(16, 1, 16, 2))
-_TRANSPOSED_LARGE = (_tuning(64, 2, 16, 4, 264), _tuning(128, 4, 16, 8, 264))
+_TRANSPOSED_SMALL = _tuning(16, 2, 16, 2), _tuning(16, 1, 16, 2)
+_TRANSPOSED_LARGE = _tuning(64, 2, 16, 4, 264), _tuning(128, 4, 16, 8, 264)
 _TRANSPOSED_FLOAT = _tuning(16, 1, 16, 4, 528), _tuning(16, 1, 16, 8, 528)
 LOOKUP = _tuning(1, 2, 16, 2, 1)
 
@@ -102,7 +98,7 @@ def default(rows: int, itemsize: int, is_transposed: bool = False) -> Tuning:
 
 def candidates(rows: int, itemsize: int, is_transposed: bool = False
                ) -> list[Tuning]:
-  """What an autotuner tries, the default first: 6 to 12 tunings.
+  """What an autotuner tries, the default first: 6 to 9 tunings.
 
   Args:
     rows: of x.

@@ -117,10 +117,12 @@ class CodebookMatmulOnGpuTest(parameterized.TestCase):
     self.check(kernels["codebook_lookup"])
 
   @parameterized.product(
-      rows=(1, 2, 16, 256), itemsize=(2, 4), is_transposed=(False, True),
-      storage=tuple(Storage))
+      case=((1, 2, False), (2, 2, False), (16, 2, False), (256, 2, False),
+            (16, 4, False), (256, 4, False), (1, 2, True), (16, 2, True),
+            (256, 2, True), (16, 4, True)), storage=tuple(Storage))
   @pytest.mark.slow
-  def test_candidates(self, rows, itemsize, is_transposed, storage):
+  def test_candidates(self, case, storage):
+    rows, itemsize, is_transposed = case
     name, function, width = (
         ("codebook_matmul_transposed", api.codebook_matmul_transposed,
          _SHAPE.out) if is_transposed else
