@@ -1,8 +1,9 @@
 """The products in Pallas, for Triton.
 
-A program decodes a block of bands times words at a time and multiplies it by x,
-which was brought to [8, rows, words] before. Its sums are float32; a sum over
-several programs is added up afterwards, always in the same order.
+A program decodes a block of bands times words at a time and multiplies it by x:
+row by row, or by tensor cores, then all of the block's inputs at once. Its sums are
+float32; a sum over several programs is added up afterwards, always in the same
+order.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.codebook_matmul import machine
 from pallas_kernels.codebook_matmul.blocks import (
+    Axes,
     Bands,
-    Span,
-    as_stored,
-    both,
+    Block,
+    Words,
     first_word,
     num_blocks,
-    outer,
     tile_words,
     tiles_of,
 )
-from pallas_kernels.codebook_matmul.packed import BAND, WORD, Packed
+from pallas_kernels.codebook_matmul.packed import BAND, TILE_WORDS, WORD, Packed
 from pallas_kernels.codebook_matmul.tuning import Tuning
 
 
@@ -34,13 +35,16 @@ def matmul(x: jax.Array, w: Packed, *, config: Tuning, interpret: bool = False
            ) -> jax.Array:
   """[m, in] to float32 [m, out]."""
   rows = x.shape[0]
-  by_place = _filled(x, w).reshape(rows, w.words, WORD).transpose(2, 0, 1)
+  x = _filled(x, w)
+  if not config.is_dot:
+    x = x.astype(jnp.float32)
+    x = x, x.reshape(rows, w.words, WORD).transpose(2, 0, 1)
   grid = _grid(w, rows, config)
   parts = _call(
       functools.partial(_matmul_kernel, config=config,
                         splits=grid[2] // w.shards[1]),
       (grid[2], rows, w.out), jnp.float32, grid, config, interpret,
-      "codebook_matmul", by_place, w)
+      "codebook_matmul", x, w)
   return parts.sum(0)
 
 
@@ -52,10 +56,10 @@ def matmul_transposed(y: jax.Array, w: Packed, *, config: Tuning,
   splits = _splits(config, row_blocks * w.tiles, num_blocks(w, config))
   parts = _call(
       functools.partial(_transposed_kernel, config=config, splits=splits),
-      (splits, WORD, rows, w.words), jnp.float32,
+      (splits, rows, w.words * WORD), jnp.float32,
       (row_blocks, w.tiles, splits), config, interpret,
       "codebook_matmul_transposed", y, w)
-  filled = parts.sum(0).transpose(1, 2, 0).reshape(
+  filled = parts.sum(0).reshape(
       rows, w.in_sections, w.words_per_section * WORD)
   return filled[..., :w.section_inputs].reshape(rows, w.inputs)
 
@@ -76,8 +80,9 @@ class Traffic:
   Attributes:
     floor: of the matrix, x and the product, each once.
     moved: what `matmul` moves if caches hold x and what programs share: the
-      matrix but for offsets that no program begins at, x three times since its
-      order is changed first, and parts of sums, written and read.
+      matrix but for offsets that no program begins at, x and what is made of it
+      (filled up for tensor cores; twice in float32 without them), written and
+      read, and parts of sums, written and read.
   """
 
   floor: int
@@ -90,7 +95,7 @@ def traffic(w: Packed, rows: int, itemsize: int, config: Tuning) -> Traffic:
   splits = _grid(w, rows, config)[2]
   offsets = 0 if w.offsets is None else w.offsets.nbytes
   begun = 0 if w.offsets is None else splits * w.bands * w.offsets.dtype.itemsize
-  filled = rows * w.words * WORD * itemsize
+  filled = rows * w.words * WORD * (itemsize if config.is_dot else 2 * 4)
   parts = splits * rows * w.out * 4
   return Traffic(
       floor=w.nbytes + x + product,
@@ -108,7 +113,8 @@ def _grid(w: Packed, rows: int, config: Tuning) -> tuple[int, int, int]:
 
 def _call(kernel, shape, dtype, grid, config, interpret, name, *operands):
   return pl.pallas_call(
-      kernel, out_shape=jax.ShapeDtypeStruct(shape, dtype),
+      functools.partial(kernel, interpret=interpret),
+      out_shape=jax.ShapeDtypeStruct(shape, dtype),
       grid=grid, interpret=interpret, name=name,
       compiler_params=plgpu.CompilerParams(
           num_warps=config.num_warps, num_stages=config.num_stages),
@@ -119,7 +125,7 @@ def _filled(x: jax.Array, w: Packed) -> jax.Array:
   """[m, in] with each section filled up to whole words."""
   fill = w.words_per_section * WORD - w.section_inputs
   x = x.reshape(x.shape[0], w.in_sections, w.section_inputs)
-  return jnp.pad(x, ((0, 0), (0, 0), (0, fill)))
+  return jnp.pad(x, ((0, 0), (0, 0), (0, fill))).reshape(x.shape[0], -1)
 
 
 def _splits(config: Tuning, programs: int, most: int) -> int:
@@ -127,155 +133,229 @@ def _splits(config: Tuning, programs: int, most: int) -> int:
   return max(1, min(pl.cdiv(config.programs, programs), most))
 
 
-def _matmul_kernel(x_ref, w, y_ref, *, config: Tuning, splits: int):
+def _table(w: Packed, config: Tuning, interpret: bool) -> machine.Table:
+  """A third of shared memory, two where it is needed for nothing else."""
+  most = machine.LAUNCH_BYTES // 3 * (1 if config.is_dot else 2)
+  return machine.Table.of(
+      w.codebook, 32 * config.num_warps, most, interpret)
+
+
+def _matmul_kernel(x_ref, w, y_ref, *, config: Tuning, splits: int,
+                   interpret: bool):
   row, block, split = (pl.program_id(i) for i in range(3))
-  rows, bands = _Rows.of(row, config), Bands.of(w, block, config)
+  rows, bands = _Rows.of(row, config, interpret), Bands.of(w, block, config)
+  table = _table(w, config, interpret)
   shard = jax.lax.div(split, splits)
   first, last = tiles_of(w, shard, jax.lax.rem(split, splits), splits)
   start, end = first_word(w, first), first_word(w, last)
-  axis = 0 if w.is_words_first else 1
+  axes, runs = Axes.of(w), config.words // TILE_WORDS
 
   def step(i, carry):
     sums, base = carry
-    words = Span.of(start + i * config.words, config.words, end)
-    block, base = bands.read(w, words, base, shard)
-    x = lambda place: rows.load(x_ref, (jnp.int32(place),), words)
+    words = Words(start + i * config.words, runs, end)
+    block, base = bands.read(w, table, words, base, shard)
     if config.is_dot:
-      for place, values in enumerate(block.weights(w)):
-        sums = rows.add_products(sums, x(place), values, axis)
-      return sums, base
+      return rows.add_dot(sums, x_ref, words, block, w), base
     sums, others = sums
+    by_input, by_place = x_ref
+    index = words.indices(axes.only("togj"), bands.size)
+    # As a block has them, so that nothing passes between threads.
+    index = jnp.broadcast_to(index, [
+        BAND // 4 if name == "o" else n
+        for name, n in zip(axes.only("togj").names, index.shape)])
     for place in range(WORD):
-      sums = rows.add_products(sums, x(place), block.centroids(w, place), axis)
+      x = rows.load(by_place, index, index < end, jnp.int32(place))
+      sums = rows.add_products(
+          sums, [axes.spread(a, "togj") for a in x], block.centroids(place))
     if w.outliers is not None:
       others = block.add_outliers(
-          w, functools.partial(rows.gather, x_ref), others)
+          w, functools.partial(rows.load, by_input), others)
     return (sums, others), base
 
-  zero = rows.zero(bands.span.size, as_stored(w, bands.span.size, config.words))
-  if not config.is_dot:
-    zero = (zero, zero)  # Of centroids, which are scaled in the end, and others.
+  if config.is_dot:
+    zero = jnp.zeros((config.rows, config.bands * BAND), jnp.float32)
+  else:
+    zero = tuple(rows.zero(names, axes, runs * config.bands)
+                 for names in ("qtogj", "qtog"))
   steps = pl.cdiv(jnp.maximum(end - start, 0), config.words)
   sums, _ = jax.lax.fori_loop(0, steps, step, (zero, bands.base(w, first)))
-  if not config.is_dot:
-    sums = rows.total(sums[0], sums[1], bands.scale(w), axis)
-  rows.store(y_ref, (split,), bands.span, sums)
+  if config.is_dot:
+    if w.scale is not None:
+      output = bands.start + jnp.arange(config.bands * BAND)
+      sums *= plgpu.load(w.scale.at[output], mask=output < bands.end,
+                         other=0).astype(jnp.float32)[None]
+    rows.store_dot(y_ref, (split,), bands.start, bands.end, sums)
+    return
+  # Centroids are scaled in the end.
+  scale = bands.scale(w, axes.only("qto"), runs)
+  outputs = bands.indices(axes.only("qto"))
+  for m, total, other in zip(rows.each, *sums):
+    total = total.sum(axes.index("j")).sum(axes.only("qtog").index("g"))
+    if scale is not None:
+      total *= scale
+    total += other.sum(axes.only("qtog").index("g"))
+    if runs > 1:
+      t = axes.only("qto").index("t")
+      shape = list(total.shape)
+      shape[t:t + 1] = [bands.size, runs]
+      total = total.reshape(shape).sum(t + 1)
+    plgpu.store(y_ref.at[split, m, outputs], total,
+                mask=(outputs < bands.end) & (m < y_ref.shape[1]))
 
 
-def _transposed_kernel(y_ref, w, z_ref, *, config: Tuning, splits: int):
+def _transposed_kernel(y_ref, w, z_ref, *, config: Tuning, splits: int,
+                       interpret: bool):
   row, tile, split = (pl.program_id(i) for i in range(3))
-  rows, words = _Rows.of(row, config), tile_words(w, tile)
+  rows, words = _Rows.of(row, config, interpret), tile_words(w, tile)
+  table = _table(w, config, interpret)
   shard = jax.lax.div(tile, w.tiles // w.shards[1])
-  axis = 1 if w.is_words_first else 0
+  axes = Axes.of(w)
   per_split = pl.cdiv(num_blocks(w, config), splits)
   first = split * per_split
   last = jnp.minimum(first + per_split, num_blocks(w, config))
 
   def step(block, sums):
     bands = Bands.of(w, block, config)
-    block, _ = bands.read(w, words, bands.base(w, tile), shard)
-    y = rows.load(y_ref, (), bands.span)
-    return tuple(rows.add_products(total, y, values, axis)
-                 for total, values in zip(sums, block.weights(w)))
+    block, _ = bands.read(w, table, words, bands.base(w, tile), shard)
+    if config.is_dot:
+      return rows.add_dot_transposed(sums, y_ref, bands, block, w)
+    outputs = bands.indices(axes.only("qto"))
+    y = rows.load(y_ref, outputs, outputs < bands.end)
+    y = [axes.spread(a, "qto") for a in y]
+    values = block.weights(w, jnp.float32, True)
+    sums = list(sums)
+    for place, value in enumerate(values):
+      for m, a in enumerate(y):
+        k = place * config.rows + m
+        sums[k] += (a * value).sum(axes.index("q"))
+    return tuple(sums)
 
-  zero = rows.zero(words.size, as_stored(w, config.bands * BAND, words.size))
-  sums = jax.lax.fori_loop(first, last, step, (zero,) * WORD)
-  for place, total in enumerate(sums):
-    if not config.is_dot:
-      total = tuple(row.sum(axis) for row in total)
-    rows.store(z_ref, (split, jnp.int32(place)), words, total)
+  if config.is_dot:
+    zero = jnp.zeros((config.rows, TILE_WORDS * WORD), jnp.float32)
+  else:
+    zero = WORD * rows.zero("togj", axes, config.bands)
+  sums = jax.lax.fori_loop(first, last, step, zero)
+  if config.is_dot:
+    rows.store_dot(z_ref, (split,), words.start * WORD, words.end * WORD, sums)
+    return
+  word = words.indices(axes.only("gj"))
+  for k, total in enumerate(sums):
+    place, m = divmod(k, config.rows)
+    left = axes.only("togj")
+    for name in "to":
+      total = total.sum(left.index(name))
+      left = left.only(left.names.replace(name, ""))
+    m = rows.each[m]
+    plgpu.store(z_ref.at[split, m, word * WORD + place], total,
+                mask=(word < words.end) & (m < z_ref.shape[1]))
 
 
-def _lookup_kernel(w, dense_ref, *, config: Tuning):
+def _lookup_kernel(w, dense_ref, *, config: Tuning, interpret: bool):
   tile, block = pl.program_id(0), pl.program_id(1)
   bands, words = Bands.of(w, block, config), tile_words(w, tile)
+  table = _table(w, config, interpret)
   shard = jax.lax.div(tile, w.tiles // w.shards[1])
   section = jax.lax.div(tile, w.tiles_per_section)
-  word = words.start - section * w.words_per_section + jnp.arange(words.size)
-  block, _ = bands.read(w, words, bands.base(w, tile), shard)
-  for place, values in enumerate(block.weights(w)):
-    column = word * WORD + place
-    is_there = words.is_inside & (column < w.section_inputs)
-    column += section * w.section_inputs
-    row, column = outer(
-        w, bands.span.start + jnp.arange(bands.span.size), column)
+  axes = Axes.of(w)
+  block, _ = bands.read(w, table, words, bands.base(w, tile), shard)
+  output = bands.indices(axes)
+  # From filled words to inputs.
+  word = words.indices(axes, bands.size)
+  column = (word - section * w.words_per_section) * WORD
+  is_there = (word < words.end) & (output < bands.end)
+  for place, values in enumerate(block.weights(w, jnp.float32, True)):
+    mask = is_there & (column + place < w.section_inputs)
+    index = section * w.section_inputs + column + place
     plgpu.store(
-        dense_ref.at[as_stored(w, row, column)],
-        values.astype(dense_ref.dtype),
-        mask=both(w, bands.span.is_inside, is_there))
+        dense_ref.at[(index, output) if w.is_words_first else (output, index)],
+        values.astype(dense_ref.dtype), mask=mask)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-  """A block of rows, and sums of products of theirs.
+  """A block of rows.
 
-  For tensor cores a block of x is [rows, k], and the sums [rows, n]. Without,
-  each is a tuple by row, of [k] and of [n, k] or [k, n], summed at the end.
+  Tensor cores multiply them by a whole block of the matrix. Without, sums are a
+  tuple by row of the block's own dimensions, added up in the end.
   """
 
   start: jax.Array
   config: Tuning
+  interpret: bool
 
   @classmethod
-  def of(cls, block, config: Tuning) -> _Rows:
-    return cls(block * config.rows, config)
+  def of(cls, block, config: Tuning, interpret: bool) -> _Rows:
+    return cls(block * config.rows, config, interpret)
 
-  def load(self, ref, lead, span: Span):
-    """Of ref [*lead, rows, k]; zeros where there is nothing."""
+  @property
+  def each(self) -> list[jax.Array]:
+    return [self.start + m for m in range(self.config.rows)]
+
+  def load(self, ref, index, mask, *lead) -> list[jax.Array]:
+    """By row float32 ref[*lead, row, index]; zeros where not in the mask."""
     limit = ref.shape[len(lead)]
-    if self.config.is_dot:
-      rows = Span.of(self.start, self.config.rows, limit)
-      return plgpu.load(
-          ref.at[(*lead, rows.slice, span.slice)],
-          mask=rows.is_inside[:, None] & span.is_inside[None], other=0)
-    return tuple(
-        plgpu.load(ref.at[(*lead, row, span.slice)],
-                   mask=span.is_inside & (row < limit), other=0)
-        for row in self._each())
-
-  def gather(self, ref, place, k, mask):
-    """By row float32 ref[place, row, k]; zeros where not in the mask."""
-    limit = ref.shape[1]
+    if limit > 1:  # A single row is there.
+      mask = [mask & (row < limit) for row in self.each]
+    else:
+      mask = [mask]
     return [
-        plgpu.load(ref.at[place, row, k], mask=mask & (row < limit), other=0
-                   ).astype(jnp.float32) for row in self._each()]
+        plgpu.load(ref.at[(*lead, row, index)], mask=m, other=0).astype(
+            jnp.float32) for row, m in zip(self.each, mask)]
 
-  def zero(self, size: int, shape):
-    """Sums [rows, size] of products of values of a shape."""
-    if self.config.is_dot:
-      return jnp.zeros((self.config.rows, size), jnp.float32)
+  def zero(self, names: str, axes: Axes, runs: int) -> tuple[jax.Array, ...]:
+    """Sums over some dimensions of a block."""
+    sizes = dict(t=runs, q=4, o=BAND // 4, g=TILE_WORDS // 4, j=4)
+    shape = [sizes[name] for name in axes.only(names).names]
     return (jnp.zeros(shape, jnp.float32),) * self.config.rows
 
-  def add_products(self, sums, x, values, axis: int):
-    """Adds x times values, over their dimension `axis`."""
-    if self.config.is_dot:
-      values = values.astype(x.dtype)
-      # Float32 on tensor cores has ten bits, unless asked for more.
-      precision = (jax.lax.Precision.HIGHEST if x.dtype == jnp.float32
-                   else jax.lax.Precision.DEFAULT)
-      return sums + jax.lax.dot_general(
-          x, values, (((1,), (axis,)), ((), ())), precision=precision,
-          preferred_element_type=jnp.float32)
-    return tuple(
-        total + jnp.expand_dims(row.astype(jnp.float32), 1 - axis) * values
-        for total, row in zip(sums, x))
+  def add_products(self, sums, x, values):
+    """Adds x times values, row by row."""
+    return tuple(machine.fma(row, values, total, self.interpret)
+                 for total, row in zip(sums, x))
 
-  def total(self, centroids, others, scale, axis: int):
-    """Sums [n] by row from those that are not summed yet."""
-    total = lambda sums: sums.sum(axis) * (1 if scale is None else scale)
-    return tuple(total(a) + b.sum(axis) for a, b in zip(centroids, others))
+  def add_dot(self, sums, ref, words: Words, block: Block, w: Packed):
+    """Adds products over the inputs of a block: [rows, outputs]."""
+    size, axis = words.runs * TILE_WORDS, int(not w.is_words_first)
+    if ref.dtype != jnp.float32:
+      x = self._block(ref, words.start * WORD, size * WORD, words.end * WORD)
+      return sums + _dot(x, block.matrix(w, x.dtype, False), axis)
+    # Numbers of four bytes take too many registers at once.
+    row = self.start + jnp.arange(self.config.rows)
+    word = words.start + jnp.arange(size)
+    mask = (row < ref.shape[0])[:, None] & (word < words.end)[None]
+    for place, values in enumerate(block.matrices(w, ref.dtype, False)):
+      x = plgpu.load(ref.at[row[:, None], (word * WORD + place)[None]],
+                     mask=mask, other=0)
+      sums += _dot(x, values, axis)
+    return sums
 
-  def store(self, ref, lead, span: Span, sums):
-    """To ref [*lead, rows, n]; a tuple's are [n]."""
-    limit = ref.shape[len(lead)]
-    if self.config.is_dot:
-      rows = Span.of(self.start, self.config.rows, limit)
-      plgpu.store(ref.at[(*lead, rows.slice, span.slice)], sums,
-                  mask=rows.is_inside[:, None] & span.is_inside[None])
-      return
-    for row, total in zip(self._each(), sums):
-      plgpu.store(ref.at[(*lead, row, span.slice)], total,
-                  mask=span.is_inside & (row < limit))
+  def add_dot_transposed(self, sums, ref, bands: Bands, block: Block, w: Packed):
+    """Adds products over the outputs of a block: [rows, inputs]."""
+    y = self._block(ref, bands.start, bands.size * BAND, bands.end)
+    return sums + _dot(y, block.matrix(w, y.dtype, True), int(w.is_words_first))
 
-  def _each(self):
-    return [self.start + m for m in range(self.config.rows)]
+  def store_dot(self, ref, lead, start, end, sums) -> None:
+    """To ref[*lead, rows, start:end]."""
+    where, mask = self._where(start, sums.shape[1], end, ref.shape[-2])
+    plgpu.store(ref.at[(*lead, *where)], sums, mask=mask)
+
+  def _block(self, ref, start, size: int, end):
+    """ref[rows, start:start + size]; zeros where there is nothing."""
+    where, mask = self._where(start, size, end, ref.shape[0])
+    return plgpu.load(ref.at[where], mask=mask, other=0)
+
+  def _where(self, start, size: int, end, rows: int):
+    of_rows = pl.ds(self.start, self.config.rows), pl.ds(start, size)
+    row = self.start + jnp.arange(self.config.rows)
+    return of_rows, (row < rows)[:, None] & (
+        start + jnp.arange(size) < end)[None]
+
+
+def _dot(x, values, axis: int):
+  """Float32 x times values, over their dimension `axis`."""
+  # Float32 on tensor cores has ten bits, unless asked for more.
+  precision = (jax.lax.Precision.HIGHEST if x.dtype == jnp.float32
+               else jax.lax.Precision.DEFAULT)
+  return jax.lax.dot_general(
+      x, values, (((1,), (axis,)), ((), ())), precision=precision,
+      preferred_element_type=jnp.float32)

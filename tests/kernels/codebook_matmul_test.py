@@ -191,7 +191,7 @@ class TrafficTest(absltest.TestCase):
     # Eight sections of 64 outputs and of 128 inputs: 16 bands, 8 tiles each.
     array, _ = matrices.random(0, 512, 1024, 64, escapes=0.01)
     w = packed.Packed.of(array)
-    config = dataclasses.replace(tuning.SMALL, programs=64)
+    config = dataclasses.replace(tuning.default(16, 2), bands=1, programs=64)
     found = kernel.traffic(w, 2, 2, config)
     num_outliers = array.outliers.size
     codes = 512 * 1024 * 6 // 8 + 4 * 64 + 2 * num_outliers
@@ -200,6 +200,30 @@ class TrafficTest(absltest.TestCase):
     # 64 programs are 16 bands times four parts, that begin at a tile each.
     self.assertEqual(
         found.moved, codes + 4 * 16 * 4 + 3 * x + 2 * 4 * 2 * 512 * 4 + y)
+
+
+  def test_one_row_goes_twice_and_in_float32(self):
+    array, _ = matrices.random(0, 512, 1024, 64, escapes=0.01)
+    w = packed.Packed.of(array)
+    config = dataclasses.replace(tuning.default(1, 2), programs=1)
+    found = kernel.traffic(w, 1, 2, config)
+    # One program per band, each from the first tile; a tile has an offset.
+    self.assertEqual(
+        found.moved - found.floor,
+        4 * 16 - 4 * 16 * 8 + 4 * 4 * 1024 + 2 * 4 * 512)
+
+
+class TuningTest(parameterized.TestCase):
+
+  @parameterized.product(
+      rows=(1, 2, 3, 16, 17, 256), itemsize=(2, 4), is_transposed=(False, True))
+  def test_candidates(self, rows, itemsize, is_transposed):
+    found = tuning.candidates(rows, itemsize, is_transposed)
+    self.assertBetween(len(found), 6, 16)
+    self.assertLen(set(found), len(found))
+    self.assertEqual(found[0], tuning.default(rows, itemsize, is_transposed))
+    for config in found:
+      config.check(is_transposed)
 
 
 class GradientTest(parameterized.TestCase):
@@ -296,7 +320,7 @@ class BadInputTest(parameterized.TestCase):
           outliers=np.zeros((3, 1, 9), np.float32))), {},
        r"outliers: .*\(3, 1, 9\)"),
       ("config", lambda a: (jnp.ones((2, 40)), a),
-       dict(config=dataclasses.replace(tuning.SMALL, words=24)),
+       dict(config=dataclasses.replace(tuning.default(16, 2), words=24)),
        "words: .*24"),
   )
   def test_matmul(self, change, options, message):
@@ -312,7 +336,8 @@ class BadInputTest(parameterized.TestCase):
       api.codebook_matmul_transposed(jnp.ones((2, 40)), array)
     with self.assertRaisesRegex(ValueError, "words: expected 16, found 32"):
       api.codebook_matmul_transposed(
-          jnp.ones((2, 24)), array, config=tuning.SMALL)
+          jnp.ones((2, 24)), array,
+          config=dataclasses.replace(tuning.default(16, 2), words=32))
 
   def test_lookup(self):
     array, _ = matrices.random(0, 24, 40, 64)
