@@ -51,8 +51,9 @@ def matmul_transposed(y: jax.Array, w: Packed) -> jax.Array:
                        _places(_block(w, i, size), y.dtype)])
     return jnp.where(i == 0, found, total + found)
 
-  return w.join_words(jax.lax.fori_loop(
-      0, w.out // size, add, _buffer(y, (WORD, y.shape[0], w.words))))
+  found = jax.lax.fori_loop(
+      0, w.out // size, add, _buffer(y, (WORD, y.shape[0], w.words)))
+  return w.cut(found.transpose(1, 2, 0).reshape(y.shape[0], -1))
 
 
 def block_outputs(w: Packed) -> int:

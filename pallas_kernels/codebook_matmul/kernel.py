@@ -35,10 +35,11 @@ def matmul(x: jax.Array, w: Packed, *, config: Tuning, interpret: bool = False
            ) -> jax.Array:
   """[m, in] to float32 [m, out]."""
   rows = x.shape[0]
-  x = _filled(x, w)
-  if not config.is_dot:
+  if config.is_dot:
+    x = w.fill(x)
+  else:
     x = x.astype(jnp.float32)
-    x = x, x.reshape(rows, w.words, WORD).transpose(2, 0, 1)
+    x = w.fill(x), w.split_words(x)
   grid = _grid(w, rows, config)
   parts = _call(
       functools.partial(_matmul_kernel, config=config,
@@ -59,9 +60,7 @@ def matmul_transposed(y: jax.Array, w: Packed, *, config: Tuning,
       (splits, rows, w.words * WORD), jnp.float32,
       (row_blocks, w.tiles, splits), config, interpret,
       "codebook_matmul_transposed", y, w)
-  filled = parts.sum(0).reshape(
-      rows, w.in_sections, w.words_per_section * WORD)
-  return filled[..., :w.section_inputs].reshape(rows, w.inputs)
+  return w.cut(parts.sum(0))
 
 
 def lookup(w: Packed, *, dtype, config: Tuning, interpret: bool = False
@@ -119,13 +118,6 @@ def _call(kernel, shape, dtype, grid, config, interpret, name, *operands):
       compiler_params=plgpu.CompilerParams(
           num_warps=config.num_warps, num_stages=config.num_stages),
   )(*operands)
-
-
-def _filled(x: jax.Array, w: Packed) -> jax.Array:
-  """[m, in] with each section filled up to whole words."""
-  fill = w.words_per_section * WORD - w.section_inputs
-  x = x.reshape(x.shape[0], w.in_sections, w.section_inputs)
-  return jnp.pad(x, ((0, 0), (0, 0), (0, fill))).reshape(x.shape[0], -1)
 
 
 def _splits(config: Tuning, programs: int, most: int) -> int:

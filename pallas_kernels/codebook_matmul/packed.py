@@ -176,18 +176,22 @@ class Packed:
         outliers=swap(self.outliers), offsets=swap(self.offsets),
         is_words_first=False)
 
-  def split_words(self, x: jax.Array) -> jax.Array:
-    """[m, in] as [8, m, words], by the place in a word; zeros fill sections."""
+  def fill(self, x: jax.Array) -> jax.Array:
+    """[m, in] as [m, words * 8]: sections filled up to whole words by zeros."""
     fill = self.words_per_section * WORD - self.section_inputs
     x = x.reshape(x.shape[0], self.in_sections, self.section_inputs)
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, fill)))
-    return x.reshape(x.shape[0], self.words, WORD).transpose(2, 0, 1)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, fill))).reshape(x.shape[0], -1)
 
-  def join_words(self, z: jax.Array) -> jax.Array:
-    """[8, m, words] as [m, in]."""
-    rows = z.shape[1]
-    z = z.transpose(1, 2, 0).reshape(rows, self.in_sections, -1)
-    return z[..., :self.section_inputs].reshape(rows, self.inputs)
+  def cut(self, filled: jax.Array) -> jax.Array:
+    """[m, words * 8] as [m, in]: what `fill` filled up is left out."""
+    rows = filled.shape[0]
+    sections = filled.reshape(rows, self.in_sections, -1)
+    return sections[..., :self.section_inputs].reshape(rows, self.inputs)
+
+  def split_words(self, x: jax.Array) -> jax.Array:
+    """[m, in] as [8, m, words], by the place in a word."""
+    return self.fill(x).reshape(
+        x.shape[0], self.words, WORD).transpose(2, 0, 1)
 
   def check(self, num_codes: int) -> None:
     """Raises ValueError, with the values, unless all leaves fit together."""
