@@ -105,8 +105,8 @@ def _compare(name: str, text: TextConfig, workload: Workload,
   params = vlm.init_params(config, jax.random.key(0))
   token_ids = np.random.default_rng(0).integers(
       0, text.vocab_size, (workload.batch, workload.prompt_length))
-  side = our_side(config, params, token_ids, workload)
-  ours = functools.partial(side.run, params)
+  decoder = our_side(config, params, token_ids, workload)
+  ours = functools.partial(decoder.run, params)
   with tempfile.TemporaryDirectory() as folder:
     hf.save_checkpoint(pathlib.Path(folder) / "model", config, params)
     theirs, gap = _their_side(
@@ -131,7 +131,7 @@ def _compare(name: str, text: TextConfig, workload: Workload,
       "tokens_per_second": {
           side: workload.tokens / statistics.median(values)
           for side, values in seconds.items()},
-      "compile_seconds": side.compile_seconds,
+      "compile_seconds": decoder.compile_seconds,
       "torch_cache": best,
   }
 

@@ -10,7 +10,6 @@ then interleaved, and the decoding vectorizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import dataclasses
 import math
 
@@ -31,9 +30,13 @@ def matmul(x: jax.Array, w: Packed) -> jax.Array:
   product = "mk,ko->mo" if w.is_words_first else "mk,ok->mo"
 
   def put(i, parts):
-    terms = (_product(product, *pair)
-             for pair in zip(by_place, _places(_block(w, i, size), x.dtype)))
-    return parts.at[i].set(sum(terms))
+    block = _Block.of(w, i, size)
+
+    def add(place, total):
+      term = _product(product, by_place[place], block.weights(place, x.dtype))
+      return jnp.where(place == 0, term, total + term)
+
+    return parts.at[i].set(jax.lax.fori_loop(0, WORD, add, parts[i]))
 
   parts = jax.lax.fori_loop(
       0, w.out // size, put, _buffer(x, (w.out // size, x.shape[0], size)))
@@ -46,10 +49,14 @@ def matmul_transposed(y: jax.Array, w: Packed) -> jax.Array:
   product = "mo,ko->mk" if w.is_words_first else "mo,ok->mk"
 
   def add(i, total):
+    block = _Block.of(w, i, size)
     part = jax.lax.dynamic_slice_in_dim(y, i * size, size, axis=1)
-    found = jnp.stack([_product(product, part, values) for values in
-                       _places(_block(w, i, size), y.dtype)])
-    return jnp.where(i == 0, found, total + found)
+
+    def put(place, total):
+      term = _product(product, part, block.weights(place, y.dtype))
+      return total.at[place].set(jnp.where(i == 0, term, total[place] + term))
+
+    return jax.lax.fori_loop(0, WORD, put, total)
 
   found = jax.lax.fori_loop(
       0, w.out // size, add, _buffer(y, (WORD, y.shape[0], w.words)))
@@ -65,8 +72,51 @@ def block_outputs(w: Packed) -> int:
   return BAND * next(n for n in range(most, 0, -1) if bands % n == 0)
 
 
-def _block(w: Packed, i: jax.Array, size: int) -> Packed:
-  """The i-th `size` outputs: a matrix of its own."""
+@dataclasses.dataclass(frozen=True)
+class _Block:
+  """Some of a matrix's outputs.
+
+  Attributes:
+    part: these, as a matrix of its own.
+    escapes: uint32, each word's escapes as bits; None without any.
+    first: int32, which of all outliers is the first of each word; or None.
+  """
+
+  part: Packed
+  escapes: jax.Array | None
+  first: jax.Array | None
+
+  @classmethod
+  def of(cls, w: Packed, i: jax.Array, size: int) -> _Block:
+    """The i-th `size` outputs."""
+    part = _cut(w, i, size)
+    if part.outliers is None:
+      return cls(part, None, None)
+    escapes = reference.escapes(part, reference.codes(part))
+    first = reference.first_of_words(
+        part.out_first(), jax.lax.population_count(escapes))
+    return cls(part, _stored(w, escapes), _stored(w, first))
+
+  def weights(self, place: jax.Array, dtype) -> jax.Array:
+    """Those of one place in the words, [out, words] as stored."""
+    w = self.part
+    codes = _codes(w, place)
+    values = w.codebook.at[codes].get(mode="clip")
+    if w.scale is not None:
+      values *= _stored(w, w.scale.astype(jnp.float32)[:, None])
+    if w.outliers is not None:
+      outliers = w.out_first().outliers.reshape(-1)
+      before = self.escapes & ((jnp.uint32(1) << place.astype(jnp.uint32))
+                               - jnp.uint32(1))
+      rank = self.first + jax.lax.population_count(before).astype(jnp.int32)
+      values = jnp.where(
+          codes == w.num_codes - 1,
+          outliers.at[rank].get(mode="clip").astype(jnp.float32), values)
+    return values.astype(dtype)
+
+
+def _cut(w: Packed, i: jax.Array, size: int) -> Packed:
+  """The i-th `size` outputs, as a matrix of its own."""
   axis = 1 if w.is_words_first else 0
 
   def cut(a, at, n, axis=axis):
@@ -82,33 +132,16 @@ def _block(w: Packed, i: jax.Array, size: int) -> Packed:
       offsets=cut(w.offsets, i * bands, bands), section_out=size)
 
 
-def _places(w: Packed, dtype) -> Iterator[jax.Array]:
-  """The weights of each place in the words, [out, words] as `w` is stored."""
-  codes = [_codes(w, place) for place in range(WORD)]
-  stored = lambda a: a.T if w.is_words_first else a
-  if w.outliers is not None:
-    escaped = [code == w.num_codes - 1 for code in codes]
-    bits = sum(e.astype(jnp.uint32) << place for place, e in enumerate(escaped))
-    counts = jax.lax.population_count(bits)
-    first = stored(reference.first_of_words(w.out_first(), stored(counts)))
-    outliers = w.outliers.swapaxes(0, 1) if w.is_words_first else w.outliers
-    outliers = outliers.reshape(-1)
-  for place, code in enumerate(codes):
-    values = w.codebook.at[code].get(mode="clip")
-    if w.scale is not None:
-      values *= stored(w.scale.astype(jnp.float32)[:, None])
-    if w.outliers is not None:
-      before = jax.lax.population_count(bits & jnp.uint32((1 << place) - 1))
-      found = outliers.at[first + before.astype(jnp.int32)].get(mode="clip")
-      values = jnp.where(escaped[place], found.astype(jnp.float32), values)
-    yield values.astype(dtype)
+def _stored(w: Packed, a: jax.Array) -> jax.Array:
+  """[out, ...] as `w` is stored."""
+  return a.T if w.is_words_first else a
 
 
-def _codes(w: Packed, place: int) -> jax.Array:
+def _codes(w: Packed, place: jax.Array) -> jax.Array:
   """int32 codes of one place in the words, [out, words] as `w` is stored."""
   found, shift = 0, 0
   for plane, width in zip(w.planes, w.widths):
-    part = plane >> plane.dtype.type(width * place)
+    part = plane >> (width * place).astype(plane.dtype)
     part &= plane.dtype.type((1 << width) - 1)
     found |= part.astype(jnp.int32) << shift
     shift += width

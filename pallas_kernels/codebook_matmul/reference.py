@@ -30,20 +30,27 @@ def lookup(w: Packed) -> jax.Array:
   if w.scale is not None:
     values *= w.scale.astype(jnp.float32)[:, None, None]
   if w.outliers is not None:
-    escaped = found == jnp.uint8(w.num_codes - 1)
-    outliers = w.outliers.reshape(-1).at[_outlier_of_each(w, escaped)].get(
+    outliers = w.outliers.reshape(-1).at[_outlier_of_each(w, found)].get(
         mode="clip")
-    values = jnp.where(escaped, outliers.astype(jnp.float32), values)
+    values = jnp.where(found == jnp.uint8(w.num_codes - 1),
+                       outliers.astype(jnp.float32), values)
   by_section = values.reshape(w.out, w.in_sections, -1)
   return by_section[..., :w.section_inputs].reshape(w.out, w.inputs)
 
 
-def _outlier_of_each(w: Packed, escaped: jax.Array) -> jax.Array:
-  """int32 [out, words, 8], indices of all outliers: meant where `escaped`."""
+def escapes(w: Packed, found: jax.Array) -> jax.Array:
+  """uint32 [out, words]: of codes [out, words, 8], the escapes as bits.
+
+  Counted by words, there are eight times fewer numbers to add up.
+  """
   places = jnp.arange(WORD, dtype=jnp.uint32)
-  # A word's escapes as bits: counted by words, eight times fewer than codes.
-  bits = jnp.sum(escaped.astype(jnp.uint32) << places, axis=-1,
-                 dtype=jnp.uint32)
+  escaped = (found == jnp.uint8(w.num_codes - 1)).astype(jnp.uint32)
+  return jnp.sum(escaped << places, axis=-1, dtype=jnp.uint32)
+
+
+def _outlier_of_each(w: Packed, found: jax.Array) -> jax.Array:
+  """int32 [out, words, 8], indices of all outliers: meant for escapes."""
+  bits, places = escapes(w, found), jnp.arange(WORD, dtype=jnp.uint32)
   before = bits[..., None] & ((jnp.uint32(1) << places) - jnp.uint32(1))
   first = first_of_words(w, jax.lax.population_count(bits))
   return first[..., None] + jax.lax.population_count(before).astype(jnp.int32)

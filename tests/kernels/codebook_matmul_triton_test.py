@@ -191,7 +191,7 @@ class BadInputTest(parameterized.TestCase):
 
   @parameterized.parameters(
       (dict(interpret=True), "interpret: .*True"),
-      (dict(config=tuning.SMALL), "config: .*TritonTuning.*found Tuning"),
+      (dict(config=tuning.default(16, 2)), "config: .*TritonTuning.*found Tuning"),
       (dict(config=triton_tuning.TritonTuning(rows=7, programs=1, slots=1)),
        "rows: .*found 7"),
       (dict(config=triton_tuning.TritonTuning(rows=8, programs=1, slots=3)),

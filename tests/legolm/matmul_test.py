@@ -44,9 +44,10 @@ class MatmulTest(parameterized.TestCase):
     *_, array = make((72, 200), scaled=True)
     x = jax.random.normal(jax.random.key(0), (4, 200))
     loss = lambda x, w: jnp.sum(jnp.sin(matmul.matmul_transposed(x, w)))
-    np.testing.assert_allclose(
-        jax.grad(loss)(x, array),
-        jax.grad(loss)(x, array.dequantize(jnp.float32)), rtol=1e-6)
+    dense = jax.grad(loss)(x, array.dequantize(jnp.float32))
+    # Terms are summed in another order.
+    np.testing.assert_allclose(jax.grad(loss)(x, array), dense,
+                               atol=1e-6 * np.abs(dense).max())
 
   def test_shapes_must_fit(self):
     *_, array = make((72, 200))
