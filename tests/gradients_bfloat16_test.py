@@ -48,6 +48,7 @@ class Bfloat16GradientsTest(parameterized.TestCase):
   @parameterized.parameters(
       dict(group=4, micro=3, trained=_TRAINED),
       dict(group=8, micro=4, trained=_FROZEN, save="nothing", **_ROLLOUT))
+  @pytest.mark.slow
   def test_error_is_that_of_monolithic(self, **kwargs):
     self.check(**kwargs)
 

@@ -59,6 +59,7 @@ class ReferenceTest(parameterized.TestCase):
                                    err_msg=name)
 
   @parameterized.parameters(*_SCHEDULES)
+  @pytest.mark.slow
   def test_compressed_as_decompressed(self, schedule):
     schedule = ScheduleConfig(**_SCHEDULES[schedule])
     trainer, got = tiny_task.run_steps(

@@ -18,6 +18,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rollplex_jax import executor, programs
 from rollplex_jax.schedule import ScheduleConfig
@@ -162,6 +163,7 @@ class ReplayTest(parameterized.TestCase):
     differences = self.differences(replayed, serial)
     self.assertGreater(min(differences.values()), 10, msg=differences)
 
+  @pytest.mark.slow
   def test_free_runs_learn_alike(self):
     """Mean rewards over steps, of three seeds: within the serial spread."""
     curves = {}

@@ -8,6 +8,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rollplex_jax import executor, programs, residency_plan, samples
 from rollplex_jax.artifacts import Model
@@ -148,6 +149,7 @@ class RunTest(parameterized.TestCase):
       (2, "float32", 0.9, rollplex(prefix_source="window"),
        ("optimizer state offloaded",)),
       (2, "float32", 1.0, ScheduleConfig(), ()))
+  @pytest.mark.slow
   def test_never_exceeds_its_budget(self, steps, dtype, share, schedule,
                                     changed):
     run = Run(schedule, dtype, share)
@@ -186,6 +188,7 @@ class RunTest(parameterized.TestCase):
       with self.assertRaisesRegex(LedgerError, message):
         run.step(0)
 
+  @pytest.mark.slow
   def test_is_found_out_with_two_copies_of_the_policy(self):
     run = Run(rollplex(save="offload"), "bfloat16", 0.9)
     run.dtype = "float32"  # Then the step does not delete the old.

@@ -65,6 +65,7 @@ class ResidentTest(parameterized.TestCase):
       dict(mini_batch_size=2, micro_batch_size=8),
       dict(mesh=MeshConfig(data=4, training_tp=1, rollout_tp=2),
            schedule=ScheduleConfig(**_WINDOW), dtype="bfloat16"))
+  @pytest.mark.slow
   def test_every_phase_holds_what_the_plan_has(self, **kwargs):
     self.check_phases(**kwargs)
 
@@ -84,6 +85,7 @@ class ResidentTest(parameterized.TestCase):
     self.assertEmpty(trainer._residency.ledger.violations)
     self.assertGreater(len(trainer._residency.ledger.found), 3)
 
+  @pytest.mark.slow
   def test_a_budget_changes_places_and_no_number(self):
     self.check_budget()
 

@@ -8,6 +8,7 @@ import tempfile
 
 from absl.testing import absltest
 import numpy as np
+import pytest
 
 from experiments import evaluate_reward, study_report
 from experiments.study_subjects import Episodes, spread
@@ -50,6 +51,7 @@ class StudyTest(absltest.TestCase):
   def study(cls, *args):
     return commands.run("study", f"--model_path={cls.model}", *_FAST, *args)
 
+  @pytest.mark.slow
   def test_study(self):
     out, found = self.out, self.found
     self.assertEqual((self.ran.status, self.ran.err), (0, ""))
@@ -83,6 +85,7 @@ class StudyTest(absltest.TestCase):
     self.assertLess(error("vector blocks d=2 K=128 p=99"),
                     error("vector blocks d=4 K=128 p=99"))
 
+  @pytest.mark.slow
   def test_episodes(self):
     """The checkpoint's own plans: the likeliest tokens, and no KL to itself."""
     model = tiny_checkpoint.write(self.folder / "policy", seed=3)

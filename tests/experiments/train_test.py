@@ -11,6 +11,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 import jax
 import numpy as np
+import pytest
 
 from rollplex_jax.config import TrainConfig, from_config_dict
 from rollplex_jax.data.processor import Processor
@@ -172,6 +173,7 @@ class RLTest(_Case):
     self.assertEqual(processor.encode("go to"),
                      Processor.from_checkpoint(self.model).encode("go to"))
 
+  @pytest.mark.slow
   def test_trained_tower_bfloat16_without_reference(self):
     self.train("policy.freeze_vision_tower=False", "objective.beta=0",
                "policy.compute_dtype=bfloat16", "gen_batch_size=4",

@@ -86,6 +86,7 @@ class CodebookMatmulOnGpuTest(parameterized.TestCase):
     self.check_loop(kernels, "codebook_matmul", 1, 6)
 
   @parameterized.product(rows=(1, 16, 256), storage=tuple(Storage), bits=(7,))
+  @pytest.mark.slow
   def test_matmul(self, rows, storage, bits):
     kernels, program = self.compile(
         api.codebook_matmul, _x(rows, _SHAPE.inputs), _matrix(storage, bits))
@@ -102,6 +103,7 @@ class CodebookMatmulOnGpuTest(parameterized.TestCase):
     self.check_transposed(rows, storage, bits)
 
   @parameterized.product(rows=(1, 16, 256), storage=tuple(Storage))
+  @pytest.mark.slow
   def test_transposed(self, rows, storage):
     self.check_transposed(rows, storage, 7)
 
@@ -110,6 +112,14 @@ class CodebookMatmulOnGpuTest(parameterized.TestCase):
         api.codebook_matmul_transposed, _x(rows, _SHAPE.out),
         _matrix(storage, bits))
     self.check_loop(kernels, "codebook_matmul_transposed", rows, bits)
+
+  @parameterized.product(rows=(2, 16, 64), storage=tuple(Storage))
+  @pytest.mark.slow
+  def test_transposed_float32(self, rows, storage):
+    kernels, _ = self.compile(
+        api.codebook_matmul_transposed,
+        _x(rows, _SHAPE.out, dtype=jnp.float32), _matrix(storage, 7))
+    self.check(kernels["codebook_matmul_transposed"])
 
   @parameterized.parameters(*Storage)
   def test_lookup(self, storage):

@@ -7,6 +7,7 @@ from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from legolm_jax import sharding as lego_sharding
 from legolm_jax.array import LegoArray, Storage
@@ -110,6 +111,7 @@ class CompressedModelTest(parameterized.TestCase):
         wide.dequantize(), gate.dequantize().astype(jnp.float32), rtol=4e-3)
 
   @parameterized.parameters((1, 2), (4, 1), (2, 1))
+  @pytest.mark.slow
   def test_on_a_mesh(self, tp, fsdp):
     """Where every device holds its part, the same logits."""
     path = self.root / "float32_everything"

@@ -109,6 +109,7 @@ class ParityTest(TextModelsTestCase):
         logits(params, config, tokens)[0],
         reference.text_logits(model, tokens[0]), rtol=0, atol=TOLERANCE)
 
+  @pytest.mark.slow
   def test_compressed(self):
     """GPT-2's matrices are [in, out] in their file."""
     for name, count in (("gpt2", 8), ("mistral_window", 14)):

@@ -99,6 +99,7 @@ class MeshesTest(parameterized.TestCase):
   @parameterized.parameters(
       ("data_fsdp_tp", "rollplex"), ("finer_stored", "rollplex"),
       ("tp_more_than_kv_heads", "serial"))
+  @pytest.mark.slow
   def test_step(self, name, schedule):
     self.check(name, schedule)
 
