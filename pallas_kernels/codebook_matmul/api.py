@@ -45,7 +45,7 @@ def codebook_matmul(
     dtype: of the product, by default that of `x`. Sums are float32, and a weight
       is rounded to the dtype of `x` before it is multiplied, if at all.
     implementation: "pallas" or "triton"; "blockwise", plain jnp of which a block
-      at a time is dense; "reference", of which all is; or None for Pallas where
+      at a time is dense, or for many rows one matrix; "reference", of which all is; or None for Pallas where
       the program is compiled for an NVIDIA GPU, and by blocks elsewhere.
     interpret: whether Pallas interprets its kernel, which runs anywhere; for
       tests.

@@ -1,11 +1,12 @@
 """The products in plain jnp, decoding a block of a matrix at a time.
 
-What a processor without these kernels runs. A loop decodes some bands, small
-enough for a cache, and multiplies by them. So no dense matrix exists, and none
-can be made early: compilers would decode a matrix that a loop reads before the
-loop, and those of all layers at once, since nothing has to come before. Codes
-are decoded by their place in the words, and x is brought to that order: nothing
-is then interleaved, and the decoding vectorizes.
+What a processor without these kernels runs. A loop decodes the codes of some
+bands that have one place in their words, few enough for a cache, and multiplies
+by them; for many rows, whose product takes longer than the decoding, it decodes
+all and one product follows. So at most one matrix is dense, and none too early:
+compilers would decode a matrix that a loop reads before the loop, and those of
+all layers at once, since nothing has to come before. One place at a time,
+because nothing is then interleaved, and the decoding vectorizes.
 """
 
 from __future__ import annotations
@@ -21,36 +22,55 @@ from pallas_kernels.codebook_matmul.packed import BAND, WORD, Packed
 
 # Weights of a block: some 2 MB where they are float32.
 _BLOCK = 1 << 19
+# From so many rows on, all is decoded first: products in a loop use fewer cores.
+_MANY_ROWS = 64
 
 
 def matmul(x: jax.Array, w: Packed) -> jax.Array:
   """[m, in] to float32 [m, out]; weights are rounded to the dtype of `x`."""
-  size, rows = block_outputs(w), x.shape[0]
-  by_place = w.split_words(x).swapaxes(0, 1).reshape(rows, -1)
+  size = block_outputs(w)
+  by_place = w.split_words(x)
   product = "mk,ko->mo" if w.is_words_first else "mk,ok->mo"
+  if x.shape[0] >= _MANY_ROWS:
+    return _product(product, by_place.swapaxes(0, 1).reshape(x.shape[0], -1),
+                    _decoded(w, size, x))
 
   def put(i, parts):
-    return parts.at[i].set(_product(product, by_place, _decoded(w, i, size, x)))
+    block = _Block.of(w, i, size)
+
+    def add(place, total):
+      term = _product(product, by_place[place], block.weights(place, x.dtype))
+      return jnp.where(place == 0, term, total + term)
+
+    return parts.at[i].set(jax.lax.fori_loop(0, WORD, add, parts[i]))
 
   parts = jax.lax.fori_loop(
-      0, w.out // size, put, _buffer(x, (w.out // size, rows, size)))
-  return parts.swapaxes(0, 1).reshape(rows, w.out)
+      0, w.out // size, put, _buffer(x, (w.out // size, x.shape[0], size)))
+  return parts.swapaxes(0, 1).reshape(x.shape[0], w.out)
 
 
 def matmul_transposed(y: jax.Array, w: Packed) -> jax.Array:
   """[m, out] to float32 [m, in]; weights are rounded to the dtype of `y`."""
-  size, rows = block_outputs(w), y.shape[0]
+  size = block_outputs(w)
   product = "mo,ko->mk" if w.is_words_first else "mo,ok->mk"
+  if y.shape[0] >= _MANY_ROWS:
+    found = _product(product, y, _decoded(w, size, y))
+    found = found.reshape(y.shape[0], WORD, w.words).swapaxes(1, 2)
+    return w.cut(found.reshape(y.shape[0], -1))
 
   def add(i, total):
+    block = _Block.of(w, i, size)
     part = jax.lax.dynamic_slice_in_dim(y, i * size, size, axis=1)
-    term = _product(product, part, _decoded(w, i, size, y))
-    return jnp.where(i == 0, term, total + term)
+
+    def put(place, total):
+      term = _product(product, part, block.weights(place, y.dtype))
+      return total.at[place].set(jnp.where(i == 0, term, total[place] + term))
+
+    return jax.lax.fori_loop(0, WORD, put, total)
 
   found = jax.lax.fori_loop(
-      0, w.out // size, add, _buffer(y, (rows, WORD * w.words)))
-  found = found.reshape(rows, WORD, w.words).swapaxes(1, 2)
-  return w.cut(found.reshape(rows, -1))
+      0, w.out // size, add, _buffer(y, (WORD, y.shape[0], w.words)))
+  return w.cut(found.transpose(1, 2, 0).reshape(y.shape[0], -1))
 
 
 def block_outputs(w: Packed) -> int:
@@ -105,22 +125,28 @@ class _Block:
     return values.astype(dtype)
 
 
-def _decoded(w: Packed, i: jax.Array, size: int, x: jax.Array) -> jax.Array:
-  """The weights of the i-th `size` outputs, in the dtype of `x`.
+def _decoded(w: Packed, size: int, x: jax.Array) -> jax.Array:
+  """All weights by their place, in the dtype of `x` and not before it is there.
 
-  [size, 8 * words], all of one place beside one another; or as `w` is stored.
+  [out, 8 * words], or as `w` is stored.
   """
-  block = _Block.of(w, i, size)
+  count = w.out // size
   if w.is_words_first:
-    shape, at = (WORD, w.words, size), lambda place: (place,)
+    shape = WORD, w.words, count, size
+    at = lambda i, place: (place, slice(None), i)
   else:
-    shape, at = (size, WORD, w.words), lambda place: (slice(None), place)
-  put = lambda place, values: values.at[at(place)].set(
-      block.weights(place, x.dtype))
+    shape = count, size, WORD, w.words
+    at = lambda i, place: (i, slice(None), place)
+
+  def put(i, values):
+    block = _Block.of(w, i, size)
+    return jax.lax.fori_loop(0, WORD, lambda place, values: values.at[
+        at(i, place)].set(block.weights(place, x.dtype)), values)
+
   values = jax.lax.fori_loop(
-      0, WORD, put, _buffer(x, shape).astype(x.dtype))
-  return (values.reshape(-1, size) if w.is_words_first
-          else values.reshape(size, -1))
+      0, count, put, _buffer(x, shape).astype(x.dtype))
+  return (values.reshape(-1, w.out) if w.is_words_first
+          else values.reshape(w.out, -1))
 
 
 def _cut(w: Packed, i: jax.Array, size: int) -> Packed:
