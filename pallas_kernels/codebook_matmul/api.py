@@ -44,9 +44,9 @@ def codebook_matmul(
     w: a matrix of `in` inputs and `out` outputs, in either storage.
     dtype: of the product, by default that of `x`. Sums are float32, and a weight
       is rounded to the dtype of `x` before it is multiplied, if at all.
-    implementation: "pallas" or "triton"; "blockwise", plain jnp of which a block
-      at a time is dense, or for many rows one matrix; "reference", of which all is; or None for Pallas where
-      the program is compiled for an NVIDIA GPU, and by blocks elsewhere.
+    implementation: "pallas" or "triton"; "blockwise", plain jnp that decodes a
+      block at a time, or for many rows a matrix; "reference"; or None for Pallas
+      where the program is compiled for an NVIDIA GPU, and by blocks elsewhere.
     interpret: whether Pallas interprets its kernel, which runs anywhere; for
       tests.
     config: of the kernel, by default by the number of rows; a `TritonTuning` for
