@@ -26,12 +26,12 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import bench_decode, common
-from legolm_jax import checkpoint, checkpoint_writer, matmul
+from legolm_jax import checkpoint, checkpoint_writer
 from legolm_jax.array import LegoArray
 from legolm_jax.compress import CompressionConfig, Compressor
 from legolm_jax.safetensors_files import CheckpointFolder
 from rollplex_jax.errors import InputError
-from rollplex_jax.models import hf, vlm
+from rollplex_jax.models import hf, layers, vlm
 from rollplex_jax.models.config import ModelConfig, TextConfig
 
 # How the sides' weights are held; the first is what others are compared with.
@@ -154,7 +154,7 @@ def _products(folder: pathlib.Path, rows: Sequence[int], rounds: int
           (count, packed.shape[1])), jnp.float32)
       sides = {}
       for side, w in (("dense", dense), ("packed", packed)):
-        product = jax.jit(matmul.matmul_transposed).lower(x, w).compile()
+        product = jax.jit(layers.dense_out_in).lower(x, w).compile()
         sides[side] = functools.partial(product, x, w)
         jax.block_until_ready(sides[side]())
       seconds = {side: [] for side in sides}

@@ -21,5 +21,6 @@ def are_decoded(*, decodes: bool) -> bool:
     decodes: whether they will be read for every token that is drawn.
   """
   if _HELD.value == "auto":
-    return decodes and jax.default_backend() != "gpu"
+    return decodes and "cuda" not in (
+        jax.devices()[0].client.platform_version.lower())
   return _HELD.value == "dense"

@@ -70,11 +70,12 @@ def run(rng: np.random.Generator, timer: Timer,
   Returns:
     "rows", one for each case: "default_seconds", "best_seconds", "gain" (their
     ratio), "best" and "default" (the tunings), how many were "tried" and
-    "refused" by the compiler and "left_out"; "failed", a line for each tuning
-    that gives something else; "left_out" and "skipped".
+    "refused" by the compiler and "left_out"; "wrong", a line for each tuning
+    that gives something else; "failed", those and what raised; "left_out" and
+    "skipped".
   """
   cases, skipped = _cases(rng, implementations, interpret)
-  result = {"rows": [], "failed": [], "skipped": skipped, "left_out": []}
+  result = {"rows": [], "wrong": [], "failed": [], "skipped": skipped, "left_out": []}
   for i, case in enumerate(cases):
     now = time.monotonic()
     if now > deadline:
@@ -87,7 +88,9 @@ def run(rng: np.random.Generator, timer: Timer,
       result["failed"].append(f"{case.kernel}, {case.name}: "
                               f"{type(error).__name__}: {str(error)[:300]}")
       continue
-    result["failed"] += row.pop("wrong")
+    found = row.pop("wrong")
+    result["wrong"] += found
+    result["failed"] += found
     result["rows"].append(row)
   return result
 

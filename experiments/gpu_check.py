@@ -35,8 +35,8 @@ _SEED = flags.DEFINE_integer(
     "seed", None, "Of the random inputs; by default a new one, which is "
     "printed.", lower_bound=0)
 _INTERPRET = flags.DEFINE_bool(
-    "interpret", False, "Run on the CPU, with interpreted kernels at tiny sizes; "
-    "so it is without a GPU.")
+    "interpret", False, "Interpret the kernels, at tiny sizes; so it is without a "
+    "GPU.")
 # Shares of the time, in the order they run; what one leaves, the next may use.
 _SHARES = {"numerics": 0.22, "views": 0.02, "speed": 0.24, "autotune": 0.14,
            "schedule": 0.38}
@@ -114,7 +114,7 @@ def main() -> dict[str, Any]:
     _write(folder, result)
   print(gpu_check_report.markdown(result))
   wrong = result["sections"].get("numerics", {}).get("failed", []) + (
-      result["sections"].get("autotune", {}).get("failed", []))
+      result["sections"].get("autotune", {}).get("wrong", []))
   if wrong:
     _write(folder, result)
     common.fail(f"{len(wrong)} wrong: {wrong[0]}")

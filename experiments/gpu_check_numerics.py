@@ -29,8 +29,8 @@ _DTYPES = tuple(map(jnp.dtype, LIMITS))
 _NO_NUMBER = 1e30  # Which JSON can hold.
 # Those that a later version may have besides "pallas".
 _CODEBOOK = ("pallas", "triton")
-# One of each tuning, and one of no tile's size.
-_ROWS = (1, 13, 100)
+# One of each tuning of any implementation.
+_ROWS = (1, 2, 5, 13, 100)
 _TINY_ROWS = (2,)
 _TINY = Shape(prompts=1, samples=2, suffix=5, prefix=21, heads=4, kv_heads=2,
               head_dim=16)

@@ -79,7 +79,9 @@ def _donate(checks, base, view, values, name: str) -> None:
       pointers(copied) != pointers(base) if not base.is_deleted() else True)
   view.delete()
   del view
-  before = pointers(copied)
-  after = jax.block_until_ready(negative(copied))
+  if base.is_deleted():
+    base = copied
+  before = pointers(base)
+  after = jax.block_until_ready(negative(base))
   checks[f"donation without {name} takes the memory"] = (
-      copied.is_deleted() and pointers(after) == before)
+      base.is_deleted() and pointers(after) == before)

@@ -28,7 +28,9 @@ add.s32 $0, $0, $1;
 _FILL = "st.shared.b32 [$1], $2; and.b32 $0, $1, 0;"
 # All lanes agree: an instruction can add it to an address at no cost. The barrier
 # waits for a table's other threads, and keeps compilers from making two loops of
-# one by what they branch on, which took 8 % more instructions.
+# one by what they branch on, which took 8 % more instructions. It can't hang: all
+# of a program goes the same way through branches and loops. `redux` wants an A100
+# or newer.
 _UNIFORM = "bar.sync 0; redux.sync.max.s32 $0, $1, 0xffffffff;"
 _COLUMN = ("mov.u32 $0, %laneid; and.b32 $0, $0, {mask}; "
            "mad.lo.s32 $0, $0, 4, $1;")
@@ -87,7 +89,9 @@ class Table:
   @classmethod
   def of(cls, ref, threads: int, most_bytes: int, interpret: bool) -> Table:
     """Copies a codebook; all threads of a program have to come by."""
-    size = ref.shape[0]
+    # Triton's blocks are powers of two; what is beyond the last isn't looked up.
+    last = ref.shape[0] - 1
+    size = 1 << last.bit_length()
     stride = next(n for n in _STRIDES if n * size <= most_bytes)
     if interpret:
       return cls(ref, None, stride)
@@ -96,7 +100,7 @@ class Table:
                       [jnp.arange(threads) * 0], jnp.int32).max()
     columns = min(stride // 4, 32)
     row, column = jnp.arange(size)[:, None], jnp.arange(columns)[None]
-    values = jnp.broadcast_to(plgpu.load(ref.at[row]), (size, columns))
+    values = jnp.broadcast_to(plgpu.load(ref.at[jnp.minimum(row, last)]), (size, columns))
     filled = _assembly(_FILL, "=r,r,f", [
         start + row * stride + column * 4, values], jnp.int32)
     # A sum of zeros, which is there when every thread has stored its part.

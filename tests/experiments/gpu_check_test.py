@@ -1,5 +1,6 @@
 """gpu-check on the CPU: it runs through, and finds what is wrong."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -207,6 +208,30 @@ class TimingTest(absltest.TestCase):
     sets = [(jnp.ones((8, 8)),), (jnp.zeros((8, 8)),)]
     timing, = timer.measure([gpu_timing.Program(jnp.sin, sets)])
     self.assertGreater(timing.seconds, 0)
+
+  def test_a_profile_of_the_device_is_believed(self):
+    """Each call leaves an event of its program, as long as the host's."""
+    calls, run, by_host = [], gpu_timing.Program.run, gpu_timing.Timer._by_host
+
+    def counted(program, count):
+      calls.extend([program.module] * count)
+      return run(program, count)
+
+    def forget(*args):
+      calls.clear()
+      return by_host(*args)
+
+    def events(_):
+      return {module: [(i, 1.0, "k") for i in range(calls.count(module))]
+              for module in set(calls)}
+
+    second = lambda *args: dataclasses.replace(forget(*args), seconds=1.0)
+    with (mock.patch.multiple(
+        gpu_timing, _COPY_BYTES=1 << 20, device_events=events),
+          mock.patch.object(gpu_timing.Program, "run", counted),
+          mock.patch.object(gpu_timing.Timer, "_by_host", second)):
+      timer = gpu_timing.Timer(is_gpu=True)
+    self.assertEqual(timer.method, "trace", timer.reason)
 
   def test_loops_do_all_the_work(self):
     sets = [(jnp.full((8, 8), i / 10),) for i in range(3)]

@@ -113,6 +113,15 @@ class CodebookMatmulOnGpuTest(parameterized.TestCase):
         _matrix(storage, bits))
     self.check_loop(kernels, "codebook_matmul_transposed", rows, bits)
 
+  @parameterized.parameters(3, 100)
+  def test_any_number_of_codes(self, num_codes):
+    w = ptxas.shapes_on(matrices.abstract(300, 700, num_codes), _on_gpu())
+    for name, x in (("codebook_matmul", 700), ("codebook_lookup", None),
+                    ("codebook_matmul_transposed", 300)):
+      args = (w,) if x is None else (_x(2, x), w)
+      kernels, _ = self.compile(getattr(api, name), *args)
+      self.assertEqual(kernels[name].spilled_bytes, 0)
+
   @parameterized.product(rows=(2, 16, 64), storage=tuple(Storage))
   @pytest.mark.slow
   def test_transposed_float32(self, rows, storage):
