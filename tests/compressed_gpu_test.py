@@ -84,15 +84,17 @@ class CompressedOnGpuTest(parameterized.TestCase):
               for size, axis in _SIZES.values()}
     self.assertEmpty(program.copies(body, planes))
 
-  def test_prefix(self):
-    """Of many rows, and by tensor cores."""
-    a = Arguments(_CONFIG, MeshShape(), _B, _P)
+  @parameterized.parameters((96, "codebook_matmul"), (_P, "codebook_lookup"))
+  def test_prefix(self, length, kernel):
+    """By tensor cores; of very many rows, matrix after matrix is looked up."""
+    a = Arguments(_CONFIG, MeshShape(), _B, length)
     program = gpu_program.compile_for_gpu(
         programs.prefix_forward, compressed_text(a), _CONFIG, a.prompts(), None)
     # The last layer only makes keys and values.
     self.assertLen([name for name in program.kernels(program.entry)
-                    if name.startswith("codebook_matmul")], 7 + 2)
-    self.assert_none_is_dense(program, 1)
+                    if name.startswith(kernel)], 7 + 2)
+    if kernel == "codebook_matmul":
+      self.assert_none_is_dense(program, 1)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ def codebook_matmul(
     interpret: whether Pallas interprets its kernel, which runs anywhere; for
       tests.
     config: of the kernel, by default by the number of rows; a `TritonTuning` for
-      Triton, else a `Tuning`.
+      Triton, else a `Tuning`. Without one, Pallas looks up all of the matrix for
+      more than 256 rows, and an ordinary product follows.
 
   Returns:
     [..., out].
@@ -110,8 +111,8 @@ def codebook_lookup(
   return _pick(
       implementation, interpret,
       functools.partial(kernel.lookup, dtype=dtype, config=config),
-      dict.fromkeys(("blockwise", "reference"),
-                    lambda w: reference.lookup(w).astype(dtype)), packed)
+      dict.fromkeys(("blockwise", "reference"), reference.lookup), packed,
+      dtype=dtype)
 
 
 def _product(x, w, dtype, implementation, interpret, config, is_transposed):
@@ -133,7 +134,7 @@ def _product(x, w, dtype, implementation, interpret, config, is_transposed):
       implementation, rows.shape[0], x.dtype.itemsize, is_transposed)
   if implementation == "triton":
     config.check()
-  else:
+  elif config is not None:
     config.check(is_transposed)
   other = packed.inputs if is_transposed else packed.out
   if not rows.shape[0]:
@@ -151,10 +152,25 @@ def _matmul(x, w, dtype, is_transposed, implementation, interpret, config):
     return getattr(triton_call, name)(x, w, config=config).astype(dtype)
   plain = {"blockwise": getattr(blockwise, name),
            "reference": getattr(reference, name)}
-  found = _pick(
-      implementation, interpret,
-      functools.partial(getattr(kernel, name), config=config), plain, x, w)
-  return found.astype(dtype)
+  if config is None:
+    pallas = functools.partial(
+        _look_up_first, dtype=dtype, is_transposed=is_transposed)
+  else:
+    pallas = functools.partial(getattr(kernel, name), config=config)
+  return _pick(implementation, interpret, pallas, plain, x, w, dtype=dtype)
+
+
+def _look_up_first(x, w, *, dtype, is_transposed, interpret):
+  """The product with the dense matrix, which is not made before x is there."""
+  x, w = jax.lax.optimization_barrier((x, w))
+  dense = kernel.lookup(
+      w, dtype=x.dtype, config=tuning.LOOKUP, interpret=interpret)
+  over = int(w.is_words_first == is_transposed)
+  precision = (jax.lax.Precision.HIGHEST if x.dtype == jnp.float32
+               else jax.lax.Precision.DEFAULT)
+  return jax.lax.dot_general(
+      x, dense, (((1,), (over,)), ((), ())), precision=precision,
+      preferred_element_type=dtype)
 
 
 def _matmul_forward(x, w, *static):
@@ -176,19 +192,22 @@ def _matmul_backward(dtype, is_transposed, implementation, interpret, config,
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-def _pick(implementation, interpret, pallas, plain, *operands):
-  pallas = functools.partial(pallas, interpret=interpret)
+def _pick(implementation, interpret, pallas, plain, *operands, dtype):
+  of_dtype = lambda f: lambda *operands: f(*operands).astype(dtype)
+  pallas = of_dtype(functools.partial(pallas, interpret=interpret))
   if implementation in plain:
-    return plain[implementation](*operands)
+    return of_dtype(plain[implementation])(*operands)
   if implementation == "pallas" or interpret:
     return pallas(*operands)
   return jax.lax.platform_dependent(
-      *operands, cuda=pallas, default=plain["blockwise"])
+      *operands, cuda=pallas, default=of_dtype(plain["blockwise"]))
 
 
 def _default(implementation, rows, itemsize, is_transposed):
   if implementation == "triton":
     return triton_tuning.default(rows)
+  if rows > tuning.MOST_ROWS:
+    return None
   return tuning.default(rows, itemsize, is_transposed)
 
 

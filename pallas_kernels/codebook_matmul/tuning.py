@@ -8,6 +8,9 @@ from pallas_kernels.codebook_matmul.packed import TILE_WORDS
 
 # A tensor core's product has at least so many rows.
 DOT_ROWS = 16
+# Of more rows a product has no default: a kernel decodes again for each block of
+# them, and a matrix that is decoded once is multiplied faster.
+MOST_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

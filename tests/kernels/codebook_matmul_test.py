@@ -155,6 +155,12 @@ class CornersTest(parameterized.TestCase):
     error = matrices.error(found, expected_of("matmul", x, array, dense))
     self.assertLess(error, _TOLERANCE[dtype])
 
+  @parameterized.parameters(*Storage)
+  def test_many_rows(self, storage):
+    """All is looked up first."""
+    array, dense = matrices.random(0, 24, 40, 64, storage=storage)
+    self.check(array, dense, rows=257, names=("matmul", "transposed"))
+
   def test_no_rows(self):
     array, _ = matrices.random(0, 24, 40, 64)
     found = run("matmul", jnp.zeros((2, 0, 40)), array, **_PALLAS)
