@@ -141,6 +141,7 @@ class ReplayTest(parameterized.TestCase):
       (_SERIAL, 4, {}), (_SHARED, 3, {}), (_APART, 0, {}), (_ROLLOUT, 0, {}), (_WINDOW, 3, {}),
       (_SERIAL, 4, _SEVERAL), (_ROLLOUT, 4, _SEVERAL), (_WINDOW, 0, _SEVERAL),
       ((*_ROLLOUT, ("save", "activations")), 3, _SEVERAL))
+  @pytest.mark.slow
   def test_replays_serial(self, schedule, micro, kwargs):
     serial = _free_run(_SERIAL, **kwargs)
     replayed = _run(schedule, serial, micro_batch_size=micro, **kwargs)

@@ -110,12 +110,14 @@ class SharedPrefixAttentionOnGpuTest(parameterized.TestCase):
 
   @parameterized.product(
       name=("qwen2.5-vl-7b_image", "qwen2.5-0.5b_text"), decode=(False, True))
+  @pytest.mark.slow
   def test_float32(self, name, decode):
     self.check(
         api.shared_prefix_decode if decode else _pass,
         _arrays(shapes.SHAPES[name], jnp.float32, decode),
         _DECODE if decode else _PASS)
 
+  @pytest.mark.slow
   def test_heads_over_devices(self):
     """Inside shard_map, checked: what varies with the heads is known."""
     shape = shapes.SHAPES["qwen2.5-vl-7b_image"]
