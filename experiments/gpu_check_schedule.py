@@ -16,7 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.schedule_workload import Steps, Workload, gradient_errors
+from experiments.schedule_workload import (
+    TOKENS,
+    Steps,
+    Workload,
+    gradient_errors,
+)
 from rollplex_jax import timeline as timeline_lib
 from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig, TextConfig, VisionConfig
@@ -26,9 +31,6 @@ from rollplex_jax.stages.prefix import SavePolicy
 from rollplex_jax.timeline import Timeline
 
 GOAL = 1.3  # Of rollplex over serial at group 1.
-_VIDEO, _START, _END = 8189, 8190, 8191
-_TOKENS = dict(image_token_id=8188, video_token_id=_VIDEO,
-               vision_start_token_id=_START, vision_end_token_id=_END)
 # Layers of Qwen2.5-VL-7B, four of 28, and of its tower, four of 32: wide rather
 # than deep, so that programs compile in seconds.
 CONFIG = ModelConfig(
@@ -38,7 +40,7 @@ CONFIG = ModelConfig(
         mrope_section=(16, 24, 24), tie_word_embeddings=True),
     vision=VisionConfig(
         depth=4, hidden_size=1280, intermediate_size=3420, num_heads=16,
-        out_hidden_size=3584, fullatt_block_indexes=(3,)), **_TOKENS)
+        out_hidden_size=3584, fullatt_block_indexes=(3,)), **TOKENS)
 WORKLOAD = Workload(prompts=4, group=8, frames=40, rows=20, columns=20,
                     text=46, response=128, micro_batch_size=8)
 _TINY = ModelConfig(
@@ -48,7 +50,7 @@ _TINY = ModelConfig(
         mrope_section=(2, 3, 3), tie_word_embeddings=True),
     vision=VisionConfig(
         depth=1, hidden_size=32, intermediate_size=64, num_heads=2,
-        out_hidden_size=32, fullatt_block_indexes=(0,)), **_TOKENS)
+        out_hidden_size=32, fullatt_block_indexes=(0,)), **TOKENS)
 _TINY_WORKLOAD = Workload(prompts=1, frames=1, rows=4, columns=4,
                           text=8, response=4, micro_batch_size=2)
 _ROUNDS = 5

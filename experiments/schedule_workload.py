@@ -25,6 +25,9 @@ from rollplex_jax.stages.sampling import SamplingConfig
 from rollplex_jax.timeline import Timeline
 
 _VIDEO, _START, _END = 8189, 8190, 8191
+# Of every model that runs a `Workload`, whose prompts hold them.
+TOKENS = dict(image_token_id=8188, video_token_id=_VIDEO,
+              vision_start_token_id=_START, vision_end_token_id=_END)
 CONFIG = ModelConfig(
     text=TextConfig(
         vocab_size=8192, hidden_size=384, intermediate_size=1152,
@@ -33,9 +36,7 @@ CONFIG = ModelConfig(
     vision=VisionConfig(
         depth=4, hidden_size=192, intermediate_size=576, num_heads=4,
         out_hidden_size=384, patch_size=14, window_size=112,
-        fullatt_block_indexes=(3,)),
-    image_token_id=8188, video_token_id=_VIDEO, vision_start_token_id=_START,
-    vision_end_token_id=_END)
+        fullatt_block_indexes=(3,)), **TOKENS)
 
 # Saved activations: on a CPU memory is there, and running a layer again is not
 # free. The same in every schedule.
