@@ -54,7 +54,7 @@ venv: $(VENV)/.test $(VENV)/.planner ## Builds .venv with all that running and t
 quickstart: $(VENV)/.runtime ## Trains a small policy to act in a world it sees.
 	$(PY) -m experiments.quickstart --output_dir=$(RUN_DIR) --overwrite
 
-test: venv ## Runs the fast tests (at most 12 minutes on 2 cores).
+test: venv ## Runs the fast tests (some 12 minutes on 2 cores, more the first time).
 	$(PYTEST) -n $(WORKERS) -m "not ($(SLOW))"
 
 test-slow: venv ## Runs the tests that `make test` leaves out.

@@ -19,9 +19,9 @@ def matmul(x: jax.Array, w: jax.Array | LegoArray, dtype=None, *,
            implementation: str | None = None) -> jax.Array:
   """x times a weight stored as [in, out].
 
-  A LegoArray is decoded where it is used, in the dtype of `x`: on an NVIDIA GPU
-  within the product, and elsewhere each time anew, so that of all the weights
-  one is dense at a time.
+  A LegoArray is decoded where it is used, in the dtype of `x`, each time anew: on
+  an NVIDIA GPU within the product of up to 256 rows, else so that of all the
+  weights one is dense at a time.
 
   Args:
     x: [..., in].
