@@ -15,7 +15,7 @@ from rich.progress import (
   TimeRemainingColumn,
 )
 
-from rollplex_jax.trainer import Progress as TrainProgress
+from rollplex_jax.loop import Progress as TrainProgress
 
 # What is worth a column, in this order, where the step reports it.
 _SHOWN = (

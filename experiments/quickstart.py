@@ -51,6 +51,7 @@ from rollplex_jax.data.environments import PlanTask, Split
 from rollplex_jax.data.tokenizer import build_tokenizer
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation
+from rollplex_jax.loop import Run
 from rollplex_jax.models import hf, vlm
 from rollplex_jax.models.config import ModelConfig, TextConfig, VisionConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
@@ -183,7 +184,7 @@ def main():
                 environment, train_split="warm_start",
                 num_episodes=config.demonstrations)))
     warm_start = output / "warm_start"
-    _, warm_summary = run_phase(
+    *_, warm_summary = run_phase(
         supervised, output / "initial_policy", warm_start, "warm start")
 
   with phases("rl", "3  RL on new episodes"):
@@ -191,11 +192,11 @@ def main():
         config.rl, seed=config.seed, data=dataclasses.replace(
             config.rl.data, environment=dataclasses.replace(
                 environment, train_split="train")))
-    trainer, rl_summary = run_phase(
+    trainer, rl_run, rl_summary = run_phase(
         rl, warm_start / "policy", output, "RL", wandb_project=_WANDB.value)
 
   with phases("supervised_only", "4  as much time on more supervised learning"):
-    _, more_summary = run_phase(
+    *_, more_summary = run_phase(
         dataclasses.replace(
             supervised, seed=config.seed + 1, total_steps=1 << 20,
             stop_at_success=0.0, eval_every=100,
@@ -208,7 +209,7 @@ def main():
         trainer.task.held_out(blind=True), progress=common.progress("blind"))
     shuffled = trainer.evaluate(OtherWords(trainer.task.eval_rows))
 
-  (_, before), (_, after) = trainer.evaluations[0], trainer.evaluations[-1]
+  (_, before), (_, after) = rl_run.evaluations[0], rl_run.evaluations[-1]
   with phases("compression", "6  compressing the policy without data"):
     compression = quickstart_compression.compress(
         output / "policy", output / "compressed_policy", trainer, after)
@@ -326,13 +327,14 @@ def run_phase(config: TrainConfig, policy: pathlib.Path, output: pathlib.Path,
   """Trains `policy` into `output`, with a display.
 
   Returns:
-    The trainer and its summary.
+    The trainer, its run and the run's summary.
   """
   trainer = Trainer(_with_policy(config, policy))
   with TrainDisplay(title, config.total_steps) as display:
-    summary = trainer.train(output, on_step=display, tensorboard=_BOARD.value,
-                            wandb_project=wandb_project)
-  return trainer, summary
+    run = Run(trainer, output, on_step=display, tensorboard=_BOARD.value,
+              wandb_project=wandb_project)
+    summary = run.train()
+  return trainer, run, summary
 
 
 class OtherWords(Sequence):

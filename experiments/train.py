@@ -21,8 +21,9 @@ from experiments import common, processes
 from experiments.display import TrainDisplay
 from rollplex_jax.config import TrainConfig, from_config_dict
 from rollplex_jax.errors import InputError
+from rollplex_jax.loop import Progress, Run
 from rollplex_jax.models import hub
-from rollplex_jax.trainer import Progress, Trainer
+from rollplex_jax.trainer import Trainer
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "Python file whose get_config() gives the configuration.")
@@ -33,7 +34,7 @@ _BOARD = flags.DEFINE_bool("tensorboard", True, "Write TensorBoard events.")
 _WANDB = flags.DEFINE_string(
     "wandb_project", "", "Also log to this wandb project.")
 
-# What `Trainer.train` writes; the first marks a folder as a run's.
+# What a run writes; the first marks a folder as a run's.
 _RUN_FILES = ("metrics.jsonl", "samples.jsonl", "summary.json", "config.json",
               "tensorboard", "timeline", "policy")
 
@@ -58,7 +59,7 @@ def main():
         config.reference, path=hub.resolve(config.reference.path)))
   trainer = Trainer(config)
   if not first:
-    return trainer.train(output)
+    return Run(trainer, output).train()
   for line in trainer.task.report:
     print(line)
   print(f"{trainer.num_parameters / 1e6:.1f} M parameters, "
@@ -70,8 +71,9 @@ def main():
       note(progress)
       display(progress)
 
-    summary = trainer.train(output, on_step=on_step, tensorboard=_BOARD.value,
-                            wandb_project=_WANDB.value)
+    run = Run(trainer, output, on_step=on_step, tensorboard=_BOARD.value,
+              wandb_project=_WANDB.value)
+    summary = run.train()
   print(describe(summary))
   print(f"policy, metrics and samples are in {output}")
   return summary

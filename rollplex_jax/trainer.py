@@ -1,4 +1,4 @@
-"""The training loop.
+"""A step of training; `loop.py` runs many.
 
 One step of RL, with parameters W:
   1. roll out G completions of each prompt under W
@@ -12,14 +12,12 @@ is 4 and 5 on given responses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import functools
 import os
-import pathlib
 import time
-from typing import Any
 
 from absl import logging
 import jax
@@ -27,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from rollplex_jax import inference, reports, supervised
-from rollplex_jax import metrics as metrics_lib
 from rollplex_jax import reference as reference_lib
 from rollplex_jax import scoring as scoring_lib
 from rollplex_jax.artifacts import Model
@@ -35,7 +32,6 @@ from rollplex_jax.config import (
   Algorithm,
   TrainConfig,
   check_mesh,
-  to_config_dict,
 )
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
@@ -66,15 +62,6 @@ from rollplex_jax.tasks import Task, make_task
 from rollplex_jax.timeline import Timeline
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
-  """What a display is told after each step."""
-
-  step: int
-  total_steps: int
-  metrics: dict[str, float]
-
-
 class Trainer:
   """Trains a policy by RL or by supervised learning.
 
@@ -86,7 +73,8 @@ class Trainer:
     policy: what is trained.
     params: current compute parameters.
     state: master weights and optimizer state.
-    evaluations: (step, evaluation) of the last call of `train`.
+    residency: plans its steps; None for supervised and disaggregated runs.
+    skipped_rows: rows that were left out while training.
   """
 
   def __init__(self, config: TrainConfig, *, task: Task | None = None):
@@ -137,11 +125,10 @@ class Trainer:
     if config.schedule.name == ScheduleName.DISAGGREGATED:
       self._pools = Pools(jax.local_devices())
     self._warned: set[str] = set()
-    self._residency = None
+    self.residency = None
     if not self.supervised and self._pools is None:
-      self._residency = self._plan_residency(places)
+      self.residency = self._plan_residency(places)
     self.skipped_rows = 0
-    self.evaluations: list[tuple[int, Evaluation]] = []
     self.policy = Policy(
         config.policy.path, self.model_config, places,
         optimizer=config.optimizer, dtype=config.policy.compute_dtype,
@@ -149,8 +136,8 @@ class Trainer:
     self._reference = None
     if config.has_reference:
       self._reference = reference_lib.make(config, self.policy)
-    if self._residency is not None:
-      self._residency.hold(self.policy, self._reference)
+    if self.residency is not None:
+      self.residency.hold(self.policy, self._reference)
       # Its weights are where the plan of a phase has them.
       self._reference = self._reference and Model({}, 0)
 
@@ -162,14 +149,14 @@ class Trainer:
   @property
   def state(self) -> update.TrainState:
     """Master weights and optimizer state."""
-    return self.policy.state or self._residency.state
+    return self.policy.state or self.residency.state
 
   @property
   def reference(self) -> Model | None:
     """The reference model, if there is one."""
-    if self._residency is None or self._reference is None:
+    if self.residency is None or self._reference is None:
       return self._reference
-    return self._residency.reference
+    return self.residency.reference
 
   @property
   def num_parameters(self) -> int:
@@ -187,7 +174,7 @@ class Trainer:
     if self.config.residency.budget_gb:
       # Batches differ in length: this one stands for all, and each is planned
       # again before it runs.
-      batch = self._batch(next(self._batches()))
+      batch = self._batch(next(self.batches()))
       residency.plan(batch, facts_of(
           self.settings, batch, has_reference=self.config.has_reference,
           several_updates=self.config.updates_per_step > 1),
@@ -196,131 +183,9 @@ class Trainer:
 
   def _phase(self, name: str, step: Step | None = None):
     """A phase of the step under its residency plan, if there is one."""
-    if self._residency is None:
+    if self.residency is None:
       return contextlib.nullcontext()
-    return self._residency.phase(name, step)
-
-  # -- the loop --------------------------------------------------------------
-
-  def train(self, output_dir: str | os.PathLike, *,
-            on_step: Callable[[Progress], None] = lambda _: None,
-            tensorboard: bool = True, wandb_project: str = "",
-            evaluate_ends: bool = True) -> dict[str, Any]:
-    """Runs all steps and writes the run's files.
-
-    Args:
-      output_dir: gets metrics.jsonl, samples.jsonl, tensorboard/, config.json,
-        policy/ (a checkpoint), summary.json, and timeline/ if steps are
-        recorded.
-      on_step: told after each step.
-      tensorboard: write TensorBoard events.
-      wandb_project: log there too.
-      evaluate_ends: evaluate before the first and after the last step.
-
-    Returns:
-      The summary, as written.
-
-    Raises:
-      InputError: if `output_dir` already holds a run.
-    """
-    folder = pathlib.Path(output_dir)
-    writes = processes.is_first()
-    if writes and (folder / "metrics.jsonl").exists():
-      raise InputError(f"{folder}: already holds a run; choose another folder")
-    config_tree = to_config_dict(self.config).to_dict()
-    start = time.perf_counter()
-    compiled = metrics_lib.CompileCounter()
-    writer = metrics_lib.NoWriter()
-    if writes:
-      writer = metrics_lib.MetricsWriter(
-          folder, tensorboard=tensorboard, wandb_project=wandb_project,
-          config=config_tree)
-      metrics_lib.write_json(folder / "config.json", config_tree)
-    self.evaluations = []
-    evaluated = []
-
-    def run_evaluation(step, elapsed):
-      if self.task.eval_rows is not None:
-        evaluation = self.evaluate(self.task.eval_rows)
-        self.evaluations.append((step, evaluation))
-        values = evaluation.metrics()
-        writer.write(step, values)
-        evaluated.append({"step": step, "train_seconds": elapsed, **values})
-
-    phases: dict[str, float] = {}
-    steps = tokens = 0
-    first_kl = None
-    try:
-      if evaluate_ends:
-        run_evaluation(0, 0.0)
-      train_seconds = 0.0  # Without evaluations.
-      batches = self._batches()
-      while steps < self.config.total_steps:
-        step_start = time.perf_counter()
-        programs = compiled.count
-        timeline = reports.step_timeline(self.config, steps + 1)
-        with timeline.event("data", "host"):
-          examples = next(batches)
-        waited = time.perf_counter() - step_start
-        values, samples = self.step(examples, steps, timeline)
-        values["timing_s/data"] = waited
-        steps += 1
-        if steps == 1:
-          first_kl = values.get("actor/kl_loss")
-        for name, value in values.items():
-          if name.startswith("timing_s/"):
-            phases[name[9:]] = phases.get(name[9:], 0.0) + value
-        tokens += int(values["perf/total_num_tokens"])
-        values |= compiled.metrics()
-        writer.write(steps, values)
-        writer.write_samples(samples)
-        on_step(Progress(steps, self.config.total_steps, values))
-        train_seconds += time.perf_counter() - step_start
-        if writes:
-          reports.write_timeline(folder / "timeline", timeline, steps,
-                                 compiled.count - programs)
-        if self.config.max_seconds and processes.from_first(
-            lambda spent=train_seconds: spent >= self.config.max_seconds):
-          break
-        if self.config.eval_every and steps % self.config.eval_every == 0:
-          if steps < self.config.total_steps:
-            run_evaluation(steps, train_seconds)
-            if self._is_good_enough():
-              break
-      if evaluate_ends and (
-          not evaluated or evaluated[-1]["step"] != steps):
-        run_evaluation(steps, train_seconds)
-      self.save(folder / "policy")
-    finally:
-      writer.close()
-      compiled.close()
-    summary = {
-        "algorithm": str(self.config.algorithm), "steps": steps,
-        "num_parameters": self.num_parameters,
-        "train_seconds": train_seconds,
-        "wall_seconds": time.perf_counter() - start,
-        "phase_seconds": phases,
-        "tokens_per_second": tokens / max(train_seconds, 1e-9),
-        "compilations": compiled.count, "compile_seconds": compiled.seconds,
-        "skipped_rows": self.skipped_rows,
-        "reference": reference_lib.summary(
-            self.config, self.model_config, self.reference,
-            self.policy.frozen, first_kl),
-        "layout": self.policy.layout and self.policy.layout.to_dict(),
-        "residency": self._residency and self._residency.summary(),
-        "evaluations": evaluated,
-    }
-    if writes:
-      metrics_lib.write_json(folder / "summary.json", summary)
-    return summary
-
-  def _is_good_enough(self) -> bool:
-    """Whether the last evaluation reached the success asked for."""
-    wanted = self.config.stop_at_success
-    if not wanted or not self.evaluations:
-      return False
-    success = self.evaluations[-1][1].success
-    return success is not None and success[0] >= wanted
+    return self.residency.phase(name, step)
 
   def save(self, path: str | os.PathLike) -> None:
     """Writes the policy as a checkpoint that `transformers` loads.
@@ -343,7 +208,7 @@ class Trainer:
         dataclasses.replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0),
         batch_size=self.config.eval_batch_size, **kwargs)
 
-  def _batches(self):
+  def batches(self):
     """An endless iterator over batches of examples, in a seeded order."""
     config = self.config
 
@@ -396,7 +261,7 @@ class Trainer:
     config, rollout = self.config, self.config.rollout
     with timer.timeline.event("batch", "host"):
       batch = self._batch(examples)
-    residency = self._residency
+    residency = self.residency
     work = Step(
         self.settings, batch, self.policy.model(), self._reference,
         num_generations=rollout.num_generations, seed=config.seed, step=step,
@@ -471,9 +336,9 @@ class Trainer:
     return values | gap
 
   def _update(self, grads: Params) -> dict[str, jax.Array]:
-    if self._residency is None:
+    if self.residency is None:
       return self.policy.update(grads)
-    return self._residency.update(self.policy, grads)
+    return self.residency.update(self.policy, grads)
 
   # -- supervised ------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from legolm_jax.rules import Rules
 from rollplex_jax.buffer_sizes import Sizes, Workload
 from rollplex_jax.config import Algorithm, PolicyConfig, ReferenceConfig
 from rollplex_jax.errors import InputError
+from rollplex_jax.loop import Run
 from rollplex_jax.models import hf
 from rollplex_jax.placement.mesh import MeshConfig
 from rollplex_jax.schedule import ScheduleConfig
@@ -111,7 +112,7 @@ class ReferenceTest(parameterized.TestCase):
     for path in ("", self.small):
       out = self.folder / f"run{len(bytes_of)}"
       trainer = Trainer(self.config(path, total_steps=1), task=VowelTask())
-      trainer.train(out, tensorboard=False, evaluate_ends=False)
+      Run(trainer, out, tensorboard=False, evaluate_ends=False).train()
       found = json.loads((out / "summary.json").read_text())["reference"]
       self.assertEqual((found["path"], found["compressed"]), (path, bool(path)))
       bytes_of[path] = found["bytes"]
@@ -121,7 +122,7 @@ class ReferenceTest(parameterized.TestCase):
       else:
         self.assertLess(abs(found["first_kl"]), 1e-6)
       # As the residency plan had it.
-      sizes = Sizes(trainer._residency._setup, Workload(
+      sizes = Sizes(trainer.residency._setup, Workload(
           num_prompts=0, prompt_length=0, num_generations=0,
           response_length=0), ("text",))
       self.assertAlmostEqual(

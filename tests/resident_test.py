@@ -15,6 +15,7 @@ import pytest
 from rollplex_jax import resident
 from rollplex_jax.config import Algorithm, PolicyConfig
 from rollplex_jax.errors import InputError
+from rollplex_jax.loop import Run
 from rollplex_jax.models import hf
 from rollplex_jax.placement.ledger import Ledger, LedgerError
 from rollplex_jax.placement.mesh import MeshConfig
@@ -82,8 +83,8 @@ class ResidentTest(parameterized.TestCase):
 
   def check_phases(self, **kwargs):
     trainer, _ = self.run_steps(self.config(**kwargs))
-    self.assertEmpty(trainer._residency.ledger.violations)
-    self.assertGreater(len(trainer._residency.ledger.found), 3)
+    self.assertEmpty(trainer.residency.ledger.violations)
+    self.assertGreater(len(trainer.residency.ledger.found), 3)
 
   @pytest.mark.slow
   def test_a_budget_changes_places_and_no_number(self):
@@ -100,7 +101,7 @@ class ResidentTest(parameterized.TestCase):
     trainer, got = self.run_steps(self.config(
         **kwargs, residency=ResidencyConfig(
             budget_gb=0.8 * peak / 1e9, check=True)))
-    summary = trainer._residency.summary()
+    summary = trainer.residency.summary()
     self.assertIn("optimizer state offloaded", summary["changed"])
     self.assertLessEqual(summary["peak_bytes"], summary["budget_bytes"])
     for found in summary["found_bytes"].values():
@@ -152,8 +153,8 @@ class ResidentTest(parameterized.TestCase):
         mesh=MeshConfig(data=4, training_tp=1, rollout_tp=2),
         schedule=ScheduleConfig(**_WINDOW), total_steps=1)
     folder = self.enter_context(tempfile.TemporaryDirectory())
-    Trainer(config, task=tiny_task.VowelTask(count=8)).train(
-        folder, tensorboard=False, evaluate_ends=False)
+    Run(Trainer(config, task=tiny_task.VowelTask(count=8)), folder,
+        tensorboard=False, evaluate_ends=False).train()
     summary = json.loads(pathlib.Path(folder, "summary.json").read_text())
     self.assertGreater(summary["layout"]["bytes"]["view"], 0)
     self.assertEqual(summary["layout"]["added_bytes"], 0)

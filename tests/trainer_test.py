@@ -11,6 +11,7 @@ import numpy as np
 
 from rollplex_jax.config import Algorithm, PolicyConfig, RolloutConfig
 from rollplex_jax.errors import InputError
+from rollplex_jax.loop import Run
 from rollplex_jax.models import hf
 from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
@@ -39,7 +40,7 @@ class TrainerTest(parameterized.TestCase):
     trainer = Trainer(config, task=VowelTask())
     seen = []
     out = self.folder / "run"
-    summary = trainer.train(out, on_step=seen.append)
+    summary = Run(trainer, out, on_step=seen.append).train()
     first, last = (e["val/reward"] for e in summary["evaluations"])
     self.assertGreater(last, first + 0.3)
     self.assertLen(seen, 25)
@@ -55,7 +56,7 @@ class TrainerTest(parameterized.TestCase):
     for a, b in zip(jax.tree.leaves(saved), jax.tree.leaves(trainer.params)):
       np.testing.assert_array_equal(a, b)
     with self.assertRaisesRegex(InputError, "already holds a run"):
-      trainer.train(out)
+      Run(trainer, out)
 
   @parameterized.parameters(True, False)
   def test_same_numbers_in_rollout_and_training(self, freeze):
@@ -126,7 +127,7 @@ class TrainerTest(parameterized.TestCase):
     config = _config(self.path, algorithm=Algorithm.SUPERVISED,
                      total_steps=15)
     trainer = Trainer(config, task=VowelTask())
-    summary = trainer.train(self.folder / "supervised")
+    summary = Run(trainer, self.folder / "supervised").train()
     lines = (self.folder / "supervised" / "metrics.jsonl").read_text()
     losses = [json.loads(line)["train/loss"] for line in lines.splitlines()
               if "train/loss" in line]
@@ -170,8 +171,8 @@ class TrainerTest(parameterized.TestCase):
         self.path, timeline_every=2, total_steps=5, micro_batch_size=8,
         objective=ObjectiveConfig(loss_type="dapo", beta=0.05))
     folder = self.folder / "recorded"
-    Trainer(config, task=tiny_task.VowelTask()).train(
-        folder, evaluate_ends=False, tensorboard=False)
+    Run(Trainer(config, task=tiny_task.VowelTask()), folder,
+        evaluate_ends=False, tensorboard=False).train()
     files = sorted(path.name for path in (folder / "timeline").iterdir())
     self.assertEqual(files, ["step_000002.json", "step_000002.png",
                              "step_000004.json", "step_000004.png"])
@@ -199,7 +200,7 @@ class TrainerTest(parameterized.TestCase):
     trainer, (expected,) = tiny_task.run_steps(config, 1)
     timeline = Timeline("rollplex")
     got, _ = (other := Trainer(config, task=tiny_task.VowelTask())).step(
-        next(other._batches()), 0, timeline)
+        next(other.batches()), 0, timeline)
     for name in ("actor/loss", "actor/grad_norm", "critic/score/mean"):
       self.assertEqual(got[name], expected[name])
     for a, b in zip(jax.tree.leaves(trainer.params),
@@ -211,8 +212,8 @@ class TrainerTest(parameterized.TestCase):
     config = tiny_task.config(self.path, algorithm=Algorithm.SUPERVISED,
                      timeline_every=1, total_steps=1, mini_batch_size=2)
     folder = self.folder / "supervised_recorded"
-    Trainer(config, task=tiny_task.VowelTask()).train(
-        folder, evaluate_ends=False, tensorboard=False)
+    Run(Trainer(config, task=tiny_task.VowelTask()), folder,
+        evaluate_ends=False, tensorboard=False).train()
     events = json.loads((folder / "timeline" / "step_000001.json").read_text())
     self.assertEqual(
         ["gradient_full", "update"] * 2,
@@ -222,7 +223,7 @@ class TrainerTest(parameterized.TestCase):
   def test_time_limit(self):
     config = _config(self.path, total_steps=50, max_seconds=1e-3)
     trainer = Trainer(config, task=VowelTask())
-    summary = trainer.train(self.folder / "short", evaluate_ends=False)
+    summary = Run(trainer, self.folder / "short", evaluate_ends=False).train()
     self.assertEqual(summary["steps"], 1)
 
   def test_same_seed_same_run(self):

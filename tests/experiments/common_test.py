@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 from experiments import common
 from experiments.display import TrainDisplay
 from rollplex_jax.errors import InputError
-from rollplex_jax.trainer import Progress
+from rollplex_jax.loop import Progress
 from tests.experiments import commands
 
 

@@ -64,6 +64,6 @@ def run_steps(config: TrainConfig, steps: int, task=None,
               ) -> tuple[Trainer, list[dict[str, float]]]:
   """A new trainer after some steps, and the metrics of each."""
   trainer = Trainer(config, task=task or VowelTask())
-  batches = trainer._batches()
+  batches = trainer.batches()
   return trainer, [
       trainer.step(next(batches), step)[0] for step in range(steps)]
