@@ -369,14 +369,14 @@ class Step:
     logprobs = programs.score_full(
         self._params(unit), self.settings.config, self._prompts(item),
         self._features(unit), item.responses, self._temperature,
-        place=self._place(unit))
+        self._observed(item), place=self._place(unit))
     item.place(self._out[unit.writes[0]], logprobs)
 
   def score_suffix(self, unit: Unit, item: MicroBatch):
     logprobs = programs.score_suffix(
         self._params(unit), self.settings.config, self._prompts(item),
         *self._prefix_of(unit, item), item.responses, self._temperature,
-        place=self._place(unit))
+        self._observed(item), place=self._place(unit))
     item.place(self._out[unit.writes[0]], logprobs)
 
   def gradient_full(self, unit: Unit, item: MicroBatch):
@@ -389,7 +389,8 @@ class Step:
         self._trained(), self._frozen(), self._grads, s.config, s.objective,
         prompts, self._features(unit), vision, item.responses, item.advantages,
         item.old_logprobs, item.ref_logprobs, self._normalizers,
-        self._temperature, s.remat, s.with_entropy, place=s.training)
+        self._temperature, s.remat, s.with_entropy, self._observed(item),
+        place=s.training)
     self._record(item, metrics, logprobs)
 
   def gradient_suffix(self, unit: Unit, item: MicroBatch):
@@ -400,13 +401,17 @@ class Step:
     if name not in self.store.names():
       count = len(self.batch.inputs.lengths) if whole else len(item.rows)
       self._put(name, programs.zero_kv_gradients(kv, count, place=s.training))
-    text, kv_grads, metrics, logprobs = programs.gradient_suffix(
-        self._trained(), self._frozen(), self._grads["text"], self._get(name),
+    observed = self._observed(item)
+    parts = s.trained if observed is not None else ("text",)
+    grads, kv_grads, metrics, logprobs = programs.gradient_suffix(
+        self._trained(), self._frozen(),
+        {part: self._grads[part] for part in parts}, self._get(name),
         item.rows if whole else None, s.config, s.objective,
         self._prompts(item), kv, rows, item.responses, item.advantages,
         item.old_logprobs, item.ref_logprobs, self._normalizers,
-        self._temperature, s.remat, s.with_entropy, place=s.training)
-    self._grads["text"] = text
+        self._temperature, s.remat, s.with_entropy, observed,
+        place=s.training)
+    self._grads |= grads
     self._put(name, kv_grads)
     self._record(item, metrics, logprobs)
 

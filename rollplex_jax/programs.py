@@ -157,11 +157,11 @@ def _constrain_artifacts(artifacts):
     jax.jit, static_argnames=("config", "temperature", "place"))
 @_placed
 def score_full(params, config, prompts, features, responses: GroupResponses,
-               temperature, *, place=None):
+               temperature, observed=None, *, place=None):
   """float32 [b, g, W] log-probs over whole sequences, zero past the ends."""
   del place
   logprobs, _ = full_sequence.response_logprobs(
-      params, config, prompts, features, _flat(responses),
+      params, config, prompts, features, _flat(responses), observed,
       temperature=temperature)
   return logprobs.reshape(responses.token_ids.shape) * responses.mask
 
@@ -170,11 +170,12 @@ def score_full(params, config, prompts, features, responses: GroupResponses,
     jax.jit, static_argnames=("config", "temperature", "place"))
 @_placed
 def score_suffix(params, config, prompts, kv, rows,
-                 responses: GroupResponses, temperature, *, place=None):
+                 responses: GroupResponses, temperature, observed=None, *,
+                 place=None):
   """float32 [b, g, W] log-probs from prefixes, zero past the ends."""
   del place
   logprobs, _ = response.response_logprobs(
-      params, config, prompts, _rows(kv, rows), responses,
+      params, config, prompts, _rows(kv, rows), responses, observed,
       temperature=temperature)
   return logprobs * responses.mask
 
@@ -242,7 +243,7 @@ def zero_kv_gradients(kv, count, *, place=None):
 def gradient_full(
     trained, frozen, grads, config, objective, prompts, features, vision,
     responses, advantages, old_logprobs, ref_logprobs, normalizers,
-    temperature, remat, with_entropy, *, place=None):
+    temperature, remat, with_entropy, observed=None, *, place=None):
   """Adds one micro-batch's gradient over whole sequences.
 
   Returns:
@@ -252,7 +253,8 @@ def gradient_full(
                          objective, normalizers)
   (_, (metrics, logprobs)), new = full_sequence.loss_and_grad(
       trained, frozen, config, prompts, features, vision, _flat(responses),
-      loss_fn, temperature=temperature, remat=remat, with_entropy=with_entropy)
+      loss_fn, observed, temperature=temperature, remat=remat,
+      with_entropy=with_entropy)
   return _add(grads, new, config, place), metrics, logprobs
 
 
@@ -264,22 +266,24 @@ def gradient_full(
 def gradient_suffix(
     trained, frozen, grads, kv_grads, grad_rows, config, objective, prompts, kv,
     rows, responses, advantages, old_logprobs, ref_logprobs, normalizers,
-    temperature, remat, with_entropy, *, place=None):
+    temperature, remat, with_entropy, observed=None, *, place=None):
   """Adds one micro-batch's gradient of suffix and of prefix keys and values.
 
   `rows` picks the micro-batch's prompts in `kv`, `grad_rows` in `kv_grads`;
-  None where it holds just those.
+  None where it holds just those. `grads` are of the parts that suffixes read:
+  observations read a trained tower too.
 
   Returns:
-    (gradients of the text decoder, gradients of keys and values, LossMetrics,
+    (gradients of those parts, gradients of keys and values, LossMetrics,
     float32 [b, g, W] log-probs).
   """
   loss_fn = _policy_loss(responses, advantages, old_logprobs, ref_logprobs,
                          objective, normalizers)
   (_, (metrics, logprobs)), new, new_kv = response.loss_and_grad(
       trained, frozen, config, prompts, _rows(kv, rows), responses, loss_fn,
-      temperature=temperature, remat=remat, with_entropy=with_entropy)
-  grads = _add({"text": grads}, {"text": new}, config, place)["text"]
+      observed, temperature=temperature, remat=remat,
+      with_entropy=with_entropy)
+  grads = _add(grads, new, config, place)
   if grad_rows is None:
     kv_grads = jax.tree.map(jnp.add, kv_grads, new_kv)
   else:
@@ -293,7 +297,8 @@ def gradient_suffix(
     static_argnames=("config", "remat", "place"))
 @_placed
 def gradient_supervised(trained, frozen, grads, config, prompts, features,
-                        vision, responses, num_tokens, remat, *, place=None):
+                        vision, responses, num_tokens, remat, observed=None, *,
+                        place=None):
   """Adds one micro-batch of -log p(response) / num_tokens to the gradient."""
   flat = _flat(responses)
 
@@ -302,7 +307,7 @@ def gradient_supervised(trained, frozen, grads, config, prompts, features,
 
   (loss, _), new = full_sequence.loss_and_grad(
       trained, frozen, config, prompts, features, vision, flat, loss_fn,
-      remat=remat)
+      observed, remat=remat)
   return _add(grads, new, config, place), loss
 
 
@@ -329,7 +334,9 @@ def _flat(responses: GroupResponses) -> Responses:
   return Responses(
       prompt_index=jnp.repeat(jnp.arange(b), g),
       token_ids=responses.token_ids.reshape(b * g, r),
-      lengths=responses.lengths.reshape(b * g))
+      lengths=responses.lengths.reshape(b * g),
+      suffix=jax.tree.map(lambda a: a.reshape(b * g, *a.shape[2:]),
+                          responses.suffix))
 
 
 def _rows(kv, rows):
