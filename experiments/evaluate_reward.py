@@ -35,13 +35,13 @@ def settings(data: str | None, reward: str, world: Sequence[str],
     InputError: naming the flag or file that is wrong.
   """
   world = _world(world)
-  if not (data or world.level):
+  if not (data or world.name):
     raise InputError("--data is not set: expected rows, or a level in "
                      "--world=level=LEVEL")
   if data and not reward:
     raise InputError("--reward is not set: expected module:function or "
                      "file.py:function")
-  if limit and world.level:
+  if limit and world.name:
     world = dataclasses.replace(world, eval_episodes=limit)
   if data:
     RowFile(data)

@@ -70,15 +70,23 @@ class ReferenceConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-  """A world in place of rows. No `level`, no environment.
+  """A world in place of rows. No `level` and no `make`, no environment.
 
   Attributes:
     level: a MiniGrid or BabyAI id, such as BabyAI-GoToObjS6-v1.
-    image_size: side of the square frames, in pixels.
-    max_actions: longest plan that is executed.
-    length_penalty: share of the reward that a plan of max_actions loses.
-    must_stop: a plan that goes on after success fails.
-    noise: probability that a demonstration has one wrong action.
+    make: in place of a level "module:function" or "file.py:function", a class
+      or function that, called without arguments, makes an
+      `environments.Environment`.
+    image_size: side of a level's square frames, in pixels.
+    max_turns: responses of an episode, each followed by what is seen next; 1
+      for a single response that is the whole plan.
+    actions_per_turn: most actions of a response, with several turns.
+    max_actions: longest plan that is executed, with one turn.
+    length_penalty: share of the reward that an episode of the most actions
+      loses.
+    must_stop: a plan that goes on after success fails, with one turn.
+    noise: probability that a demonstration has one wrong action; with several
+      turns, for each action that it is a wrong one.
     num_episodes: start states to train on, each with its own seed.
     eval_episodes: held-out start states.
     first_episode: index of the first training start state.
@@ -86,7 +94,10 @@ class EnvironmentConfig:
   """
 
   level: str = ""
+  make: str = ""
   image_size: int = 56
+  max_turns: int = 1
+  actions_per_turn: int = 1
   max_actions: int = 12
   length_penalty: float = 0.3
   must_stop: bool = False
@@ -97,8 +108,20 @@ class EnvironmentConfig:
   train_split: str = "train"
 
   def __post_init__(self):
-    _check_least(self, 1, "image_size", "max_actions", "num_episodes")
+    _check_least(self, 1, "image_size", "max_turns", "actions_per_turn",
+                 "max_actions", "num_episodes")
     _check_least(self, 0, "eval_episodes", "first_episode")
+    if self.level and self.make:
+      raise InputError(f"level={self.level}: expected no level beside "
+                       f"make={self.make}")
+    if self.max_turns > 1 and self.must_stop:
+      raise InputError(
+          f"must_stop=True with max_turns={self.max_turns}: expected "
+          "must_stop=False; only a plan can go on after success")
+    if self.max_turns == 1 and self.actions_per_turn > 1:
+      raise InputError(
+          f"actions_per_turn={self.actions_per_turn} with max_turns=1: expected "
+          "several turns; a whole plan has max_actions")
     for name in ("length_penalty", "noise"):
       if not 0 <= getattr(self, name) <= 1:
         raise InputError(
@@ -106,6 +129,11 @@ class EnvironmentConfig:
     if self.train_split not in ("train", "warm_start"):
       raise InputError(
           f"train_split={self.train_split!r}: expected train or warm_start")
+
+  @property
+  def name(self) -> str:
+    """The world's, for messages; empty where there is none."""
+    return self.level or self.make
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,10 +160,11 @@ class DataConfig:
 
   def __post_init__(self):
     _check_least(self, 0, "max_prompt_length")
-    if self.rows and self.environment.level:
+    if self.rows and self.environment.name:
+      key = "level" if self.environment.level else "make"
       raise InputError(
           f"rows={self.rows}: expected no rows beside "
-          f"environment.level={self.environment.level}")
+          f"environment.{key}={self.environment.name}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,20 +6,16 @@ the other entries are reported as metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
-import os
 import re
-import sys
-import types
 from typing import Any
 import unicodedata
 
 import numpy as np
 
+from rollplex_jax.data.functions import describe, load_function
 from rollplex_jax.errors import InputError
 
 Reward = Callable[[str, Mapping[str, Any]], float | Mapping[str, float]]
@@ -117,23 +113,7 @@ def load_reward(spec: str) -> Reward:
     InputError: there is no such module, file or function, importing it fails,
       or it can't be called with (completion, row).
   """
-  place, _, name = spec.rpartition(":")
-  if not place or not name:
-    raise InputError(
-      f"reward {spec}: expected module:function or path/to/file.py:function"
-    )
-  is_file = place.endswith(".py")
-  if is_file and not os.path.isfile(place):
-    raise InputError(f"reward {spec}: file {place} not found")
-  try:
-    module = _import_file(place) if is_file else importlib.import_module(place)
-  except Exception as error:
-    raise InputError(
-      f"reward {spec}: importing {place} failed: {_describe(error)}"
-    ) from error
-  reward = getattr(module, name, None)
-  if reward is None:
-    raise InputError(f"reward {spec}: {place} has no function {name}")
+  reward = load_function(spec, "reward")
   check_reward(reward, spec)
   return reward
 
@@ -196,7 +176,7 @@ def score_completions(
     except InputError as error:
       raise InputError(f"{where}: {error}") from error
     except Exception as error:
-      raise InputError(f"{where}: raised {_describe(error)}") from error
+      raise InputError(f"{where}: raised {describe(error)}") from error
     scores.append(_normalize_score(value, where))
   return scores
 
@@ -231,26 +211,6 @@ def _finite(value: Any, where: str, expected: str) -> float:
   if not math.isfinite(result):
     raise InputError(f"{where}: expected {expected}, found {result}")
   return result
-
-
-def _import_file(path: str) -> types.ModuleType:
-  stem = re.sub(r"\W", "_", os.path.abspath(path))
-  name = f"reward_file_{stem}"
-  spec = importlib.util.spec_from_file_location(name, path)
-  module = importlib.util.module_from_spec(spec)
-  # Before it runs: dataclasses and pickle look their module up by name.
-  sys.modules[name] = module
-  try:
-    spec.loader.exec_module(module)
-  except BaseException:
-    del sys.modules[name]
-    raise
-  return module
-
-
-def _describe(error: Exception) -> str:
-  """The type and message of `error` on one line."""
-  return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _row_answer(row: Mapping[str, Any]) -> Any:
