@@ -174,6 +174,10 @@ class RolloutConfig:
   Attributes:
     num_generations: completions per prompt.
     max_completion_length, temperature, top_k, top_p: as in `SamplingConfig`.
+      In episodes of several turns the length is that of one response.
+    max_episode_length: most tokens of an episode after its prompt, later
+      observations included. One that leaves no room for an answer is not
+      shown, and the episode ends there. 0 for no limit.
   """
 
   num_generations: int = 8
@@ -181,10 +185,15 @@ class RolloutConfig:
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  max_episode_length: int = 0
 
   def __post_init__(self):
     _check_least(self, 1, "num_generations", "max_completion_length")
-    _check_least(self, 0, "top_k")
+    _check_least(self, 0, "top_k", "max_episode_length")
+    if 0 < self.max_episode_length < self.max_completion_length:
+      raise InputError(
+          f"max_episode_length={self.max_episode_length}: expected at least "
+          f"max_completion_length={self.max_completion_length}")
     if not 0 < self.top_p <= 1:
       raise InputError(
           f"top_p={self.top_p}: expected more than 0 and at most 1")
@@ -366,6 +375,28 @@ def check_mesh(config: TrainConfig, parts: int) -> None:
         f"{mesh.training_tp} and mesh.rollout_tp={mesh.rollout_tp}: the "
         "rollout's prefixes lie otherwise than training's; expected "
         "schedule.prefix_source=window")
+
+
+def check_turns(config: TrainConfig, max_turns: int) -> None:
+  """Checks what episodes of several turns ask of a run.
+
+  Args:
+    config: of the run.
+    max_turns: of its task.
+
+  Raises:
+    InputError: naming what does not go with them.
+  """
+  if max_turns == 1 or config.algorithm == Algorithm.SUPERVISED:
+    return
+  if config.schedule.name == ScheduleName.DISAGGREGATED:
+    raise InputError(
+        f"schedule.name=disaggregated with episodes of {max_turns} turns: "
+        "expected serial or rollplex")
+  if jax.process_count() > 1:
+    raise InputError(
+        f"episodes of {max_turns} turns in {jax.process_count()} processes: "
+        "expected one")
 
 
 def to_config_dict(config: Any) -> ml_collections.ConfigDict:

@@ -15,6 +15,7 @@ from rollplex_jax import prefix_budget, programs, schedule, window_trace
 from rollplex_jax.artifacts import Model, Store
 from rollplex_jax.data import batching
 from rollplex_jax.models import vlm
+from rollplex_jax.models.inputs import VisionInputs
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement import moves
 from rollplex_jax.placement.host import replicate, to_host
@@ -30,14 +31,34 @@ from rollplex_jax.samples import (
 from rollplex_jax.schedule import Lane, Stage, Unit
 from rollplex_jax.settings import Settings, facts_of
 from rollplex_jax.stages import window as window_lib
+from rollplex_jax.stages.extend import Chunk
 from rollplex_jax.stages.objectives import (
   LossMetrics,
   Normalizers,
 )
 from rollplex_jax.stages.prefix import SavePolicy
-from rollplex_jax.stages.rollout import Completions
+from rollplex_jax.stages.rollout import Completions, Turn
 from rollplex_jax.stages.sampling import sample_keys
 from rollplex_jax.timeline import Timeline
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostTurn:
+  """A later turn of a step's episodes, on the host.
+
+  Attributes:
+    chunk: what the turn before added, [B, G, C].
+    vision: patches of its observations, or None.
+    position: where samples stand; without a history.
+    start: where the chunk goes in the history.
+    history_length: entries that the history is to have.
+  """
+
+  chunk: Chunk
+  vision: VisionInputs | None
+  position: Turn
+  start: int
+  history_length: int
 
 
 class Step:
@@ -45,6 +66,7 @@ class Step:
 
   Attributes:
     settings: of the run, with a saving policy that fits the prefix budget.
+    num_generations: completions of each prompt.
     fallback: one line that says which policy was taken instead of the
       configured one and why, or None.
   """
@@ -83,7 +105,9 @@ class Step:
     self._pools = pools
     self._layout = layout
     self._watch = watch
-    self._keys = (seed, step, num_generations)
+    self._turn: HostTurn | None = None
+    self.num_generations = num_generations
+    self._keys = seed, step
     self.facts = facts_of(
         settings, batch, has_reference=reference is not None,
         several_updates=several_updates)
@@ -100,14 +124,43 @@ class Step:
   def roll_out(self) -> Completions:
     """Samples, and runs what the schedule puts beside it. On the host."""
     plan = schedule.rollout_plan(self.settings.schedule, self.facts)
-    self._run(plan, schedule.kept_after_rollout(self.settings.schedule, plan))
+    self._kept = schedule.kept_after_rollout(self.settings.schedule, plan)
+    further = {"rollout/kv"} if self.facts.has_turns else set()
+    self._run(plan, self._kept | further)
     if self._runs(Lane.ROLLOUT):
-      done = to_host(self._get("completions"))
-      self.store.drop("completions")
-      self._release_weights()
+      done = self._completions()
+      if not self.facts.has_turns:
+        self._release_weights()
     else:
       done = self._no_completions()
     return done if self._pools is None else self._pools.share_completions(done)
+
+  def roll_out_turn(self, turn: HostTurn) -> Completions:
+    """Samples a later turn of all episodes; on the host."""
+    self._turn = turn
+    history, place = None, self.settings.rollout
+    if "rollout/history" in self.store.names():
+      history = self._get("rollout/history")
+    if history is None:
+      history = programs.empty_history(
+          self.settings.config.text, turn.position.over.size,
+          turn.history_length, self.policy.params["text"]["embed"].dtype,
+          place=place)
+    elif history[1].shape[-1] < turn.history_length:
+      history = programs.grow_history(
+          *history, turn.history_length, place=place)
+    self._put("rollout/history", history)
+    plan = schedule.turn_plan(self.facts, observed=turn.vision is not None)
+    self._run(plan, [*self.store.names(), "completions"])
+    self._turn = None
+    return self._completions()
+
+  def end_turns(self) -> None:
+    """Ends the rollout of episodes: no turn comes after this."""
+    self.store.drop("rollout/history")
+    if "rollout/kv" not in self._kept:
+      self.store.drop("rollout/kv")
+    self._release_weights()
 
   def score(self, groups: Groups) -> Groups:
     """Adds log-probs under the reference and, if needed, the policy."""
@@ -203,9 +256,14 @@ class Step:
         self._layout.release(self._get(name)["text"])
         self.store.drop(name)
 
+  def _completions(self) -> Completions:
+    done = to_host(self._get("completions"))
+    self.store.drop("completions")
+    return done
+
   def _no_completions(self) -> Completions:
     """Completions of this step's shapes, for those made elsewhere."""
-    shape = (len(self.batch.inputs.lengths), self._keys[2])
+    shape = (len(self.batch.inputs.lengths), self.num_generations)
     long = (*shape, self.settings.sampling.max_completion_length)
     return Completions(
         token_ids=np.zeros(long, np.int32), logprobs=np.zeros(long, np.float32),
@@ -276,7 +334,8 @@ class Step:
   def vision(self, unit: Unit, item):
     del item
     return self._put(unit.writes[0], programs.vision(
-        self._params(unit), self.settings.config, self.batch.vision,
+        self._params(unit), self.settings.config,
+        self.batch.vision if self._turn is None else self._turn.vision,
         place=self._place(unit)))
 
   def prefix(self, unit: Unit, item):
@@ -294,10 +353,26 @@ class Step:
 
   def decode(self, unit: Unit, item):
     del item
+    turn = None
+    if "rollout/history" in unit.reads:
+      history, exists = self._get("rollout/history")
+      turn = self._everywhere_of(self._turn.position).replace(
+          history=history, exists=exists)
     return self._put("completions", programs.decode(
         self._params(unit), self.settings.config, self.settings.sampling,
         self._device_inputs(), self._get(unit.reads[0]),
-        self._sample_keys(), place=self._place(unit)))
+        self._sample_keys(), turn, place=self._place(unit)))
+
+  def extend(self, unit: Unit, item):
+    """The last turn and what came of it, into the history."""
+    del item
+    turn = self._turn
+    history, exists = self._get("rollout/history")
+    return self._put("rollout/history", programs.extend(
+        self._params(unit)["text"], self.settings.config.text,
+        self._everywhere_of(turn.chunk), self._features(unit),
+        self._get("rollout/kv"), self._device_inputs().lengths - 1, history,
+        exists, np.int32(turn.start), place=self._place(unit)))
 
   def window(self, unit: Unit, item):
     """Decoding with prefix work beside it; see `stages/window.py`."""
@@ -343,18 +418,21 @@ class Step:
     return done
 
   def _sample_keys(self) -> jax.Array:
-    seed, step, num_generations = self._keys
-    keys = sample_keys(seed, step, jnp.asarray(self.batch.inputs.row_ids),
-                       num_generations)
+    keys = sample_keys(*self._keys, jnp.asarray(self.batch.inputs.row_ids),
+                       self.num_generations)
     if self._everywhere is None:
       return keys
     data = replicate(np.asarray(jax.random.key_data(keys)), self._everywhere)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
   def _device_inputs(self):
+    return self._everywhere_of(self.batch.inputs)
+
+  def _everywhere_of(self, tree):
+    """A tree of the host on all devices of the policy."""
     if self._everywhere is None:
-      return jax.device_put(self.batch.inputs)
-    return replicate(self.batch.inputs, self._everywhere)
+      return jax.device_put(tree)
+    return replicate(tree, self._everywhere)
 
   @property
   def _everywhere(self) -> NamedSharding | None:
@@ -366,30 +444,33 @@ class Step:
     return NamedSharding(found.mesh, PartitionSpec())
 
   def score_full(self, unit: Unit, item: MicroBatch):
+    responses, observed = self._observed(item)
     logprobs = programs.score_full(
         self._params(unit), self.settings.config, self._prompts(item),
-        self._features(unit), item.responses, self._temperature,
-        self._observed(item), place=self._place(unit))
+        self._features(unit), responses, self._temperature, observed,
+        place=self._place(unit))
     item.place(self._out[unit.writes[0]], logprobs)
 
   def score_suffix(self, unit: Unit, item: MicroBatch):
+    responses, observed = self._observed(item)
     logprobs = programs.score_suffix(
         self._params(unit), self.settings.config, self._prompts(item),
-        *self._prefix_of(unit, item), item.responses, self._temperature,
-        self._observed(item), place=self._place(unit))
+        *self._prefix_of(unit, item), responses, self._temperature, observed,
+        place=self._place(unit))
     item.place(self._out[unit.writes[0]], logprobs)
 
   def gradient_full(self, unit: Unit, item: MicroBatch):
     s = self.settings
     prompts, vision = self._prompts(item), None
+    responses, observed = self._observed(item)
     if "visual" in s.trained:
       own = own_batch(s.config, self.batch, item.rows)
       prompts, vision = own.inputs, own.vision
     self._grads, metrics, logprobs = programs.gradient_full(
         self._trained(), self._frozen(), self._grads, s.config, s.objective,
-        prompts, self._features(unit), vision, item.responses, item.advantages,
+        prompts, self._features(unit), vision, responses, item.advantages,
         item.old_logprobs, item.ref_logprobs, self._normalizers,
-        self._temperature, s.remat, s.with_entropy, self._observed(item),
+        self._temperature, s.remat, s.with_entropy, observed,
         place=s.training)
     self._record(item, metrics, logprobs)
 
@@ -401,13 +482,13 @@ class Step:
     if name not in self.store.names():
       count = len(self.batch.inputs.lengths) if whole else len(item.rows)
       self._put(name, programs.zero_kv_gradients(kv, count, place=s.training))
-    observed = self._observed(item)
+    responses, observed = self._observed(item)
     parts = s.trained if observed is not None else ("text",)
     grads, kv_grads, metrics, logprobs = programs.gradient_suffix(
         self._trained(), self._frozen(),
         {part: self._grads[part] for part in parts}, self._get(name),
         item.rows if whole else None, s.config, s.objective,
-        self._prompts(item), kv, rows, item.responses, item.advantages,
+        self._prompts(item), kv, rows, responses, item.advantages,
         item.old_logprobs, item.ref_logprobs, self._normalizers,
         self._temperature, s.remat, s.with_entropy, observed,
         place=s.training)
@@ -461,6 +542,9 @@ class Step:
         self._get("feature_grads"), index, place=s.training)
     return self._grads["visual"]
 
+  def _observed(self, item: MicroBatch):
+    return item.observed(self.settings.config, self.batch.parts)
+
   @property
   def _temperature(self) -> float:
     return self.settings.sampling.logprob_temperature
@@ -477,6 +561,7 @@ _STAGES = {
     Stage.PREFIX: Step.prefix,
     Stage.DECODE: Step.decode,
     Stage.WINDOW: Step.window,
+    Stage.EXTEND: Step.extend,
     Stage.SCORE_FULL: Step.score_full,
     Stage.SCORE: Step.score_suffix,
     Stage.GRADIENT_FULL: Step.gradient_full,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from rollplex_jax.models import decoder, vlm
 from rollplex_jax.placement import sharding
 from rollplex_jax.placement.sharding import Placement
+from rollplex_jax.stages import extend as extend_lib
 from rollplex_jax.stages import (
   full_sequence,
   objectives,
@@ -99,10 +100,47 @@ def prefix_backward(text, grads, feature_grads, config, prompts, features,
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling", "place"))
 @_placed
-def decode(params, config, sampling, prompts, kv, keys, *, place=None):
+def decode(params, config, sampling, prompts, kv, keys, turn=None, *,
+           place=None):
   """`rollout.decode`, compiled."""
   del place
-  return rollout_lib.decode(params, config, sampling, prompts, kv, keys)
+  return rollout_lib.decode(params, config, sampling, prompts, kv, keys, turn)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "num_samples", "length", "dtype",
+                              "place"))
+@_placed
+def empty_history(config, num_samples, length, dtype, *, place=None):
+  """`extend.empty_history`, where the rollout has it."""
+  del place
+  history, exists = extend_lib.empty_history(
+      config, num_samples, length, dtype)
+  return _constrain_kv(history), exists
+
+
+@functools.partial(jax.jit, static_argnames=("length", "place"))
+@_placed
+def grow_history(history, exists, length, *, place=None):
+  """A history of episodes with room for more turns."""
+  del place
+  more = length - exists.shape[-1]
+  pad = lambda a, axis: jnp.pad(
+      a, [(0, more if i == axis else 0) for i in range(a.ndim)])
+  return (_constrain_kv([(pad(k, 3), pad(v, 2)) for k, v in history]),
+          pad(exists, 1))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "place"),
+                   donate_argnames=("history", "exists"))
+@_placed
+def extend(text, config, chunk, features, kv, prefix_lengths, history, exists,
+           start, *, place=None):
+  """`extend.extend`, compiled, into the donated history."""
+  del place
+  history, exists = extend_lib.extend(
+      text, config, chunk, features, kv, prefix_lengths, history, exists, start)
+  return _constrain_kv(history), exists
 
 
 @functools.partial(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rollplex_jax import turns
 from rollplex_jax.data import batching
 from rollplex_jax.data.pipeline import Example
 from rollplex_jax.data.processor import Processor, Prompt
@@ -19,17 +20,35 @@ from rollplex_jax.policy import Policy
 from rollplex_jax.samples import Groups, PromptBatch, make_batch
 from rollplex_jax.settings import Settings
 from rollplex_jax.timeline import Timeline
+from rollplex_jax.turns import Suffix
 
 
 def example(processor: Processor, row: dict[str, Any],
-            where: str) -> tuple[Prompt, list[int]]:
-  """A row's prompt, and its response's ids with an EOS at the end."""
+            where: str) -> tuple[Prompt, list[int] | Suffix]:
+  """A row's prompt, and its response's ids with an EOS at the end.
+
+  Of a demonstration of several turns ("turns": see `TurnTask.demonstration`),
+  all that follows the prompt; responses that aren't to be trained are there for
+  what comes after them.
+  """
   prompt = processor.prompt(row, where)
-  response = processor.response(row, where)
+  if "turns" not in row:
+    return prompt, _ended(processor, processor.response(row, where))
+  suffix = Suffix(prompt)
+  for i, turn in enumerate(row["turns"]):
+    ids = _ended(processor, processor.encode(turn["response"]))
+    suffix.respond(np.array(ids, np.int32), learned=turn["train"])
+    if turn["message"] is not None:
+      suffix.observe(processor.continuation(
+          turn["message"], f"{where}, turn {i + 1}", after_end=True))
+  return prompt, suffix
+
+
+def _ended(processor: Processor, response: list[int]) -> list[int]:
   eos = processor.tokenizer.eos_token_id
   if eos is not None and (not response or response[-1] != eos):
     response = [*response, eos]
-  return prompt, response
+  return response
 
 
 def collect(config: ModelConfig, examples: Sequence[Example], parts: int,
@@ -48,6 +67,12 @@ def collect(config: ModelConfig, examples: Sequence[Example], parts: int,
         dataclasses.replace(item[0], patches=None), *item[1:]))
   prompts, responses, indices = zip(*found)
   batch = make_batch(config, prompts, indices, parts=parts, spread=spread)
+  if isinstance(responses[0], Suffix):
+    episodes = turns.collect(config, [[suffix] for suffix in responses])
+    rows = np.arange(len(prompts))
+    return batch, Groups.of(
+        rows, episodes.completions, np.zeros((len(rows), 1), np.float32),
+        episodes.suffix, episodes.media)
   token_ids, lengths = batching.stack_responses(responses)
   return batch, Groups(
       rows=np.arange(len(prompts), dtype=np.int32),

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollplex_jax import inference, reports, supervised
+from rollplex_jax import inference, reports, supervised, turns
 from rollplex_jax import reference as reference_lib
 from rollplex_jax import scoring as scoring_lib
 from rollplex_jax.artifacts import Model
@@ -32,7 +32,9 @@ from rollplex_jax.config import (
   Algorithm,
   TrainConfig,
   check_mesh,
+  check_turns,
 )
+from rollplex_jax.data.episodes import EpisodePlayer
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
@@ -104,10 +106,11 @@ class Trainer:
     self._parts = 1 if places is None else places.parts
     self._spread = places and places.spread
     check_mesh(config, self._parts)
+    check_turns(config, self.task.max_turns)
     # dr_grpo divides by the rollout's length limit.
     self.objective = dataclasses.replace(
-        config.objective,
-        max_completion_length=config.rollout.max_completion_length)
+        config.objective, max_completion_length=(
+            config.rollout.max_completion_length * self.task.max_turns))
     rollout = config.rollout
     self.sampling = SamplingConfig(
         max_completion_length=rollout.max_completion_length,
@@ -120,6 +123,7 @@ class Trainer:
         sampling=self.sampling, objective=self.objective,
         micro_batch_size=config.micro_batch_size, remat=config.policy.remat,
         with_entropy=config.with_entropy, trained=self._trained_parts(),
+        max_turns=1 if self.supervised else self.task.max_turns,
         training=places and places.training, rollout=places and places.rollout)
     self._pools = None
     if config.schedule.name == ScheduleName.DISAGGREGATED:
@@ -203,10 +207,18 @@ class Trainer:
     """
     score = lambda *args: processes.from_first(lambda: self.task.score(*args))
     params = self.params if params is None else params
+    if self.task.max_turns > 1:
+      kwargs |= dict(player=self._player, max_turns=self.task.max_turns,
+                     max_length=self.config.rollout.max_episode_length or None)
     return evaluate(
         params, self.model_config, self.processor, rows, score,
         dataclasses.replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0),
         batch_size=self.config.eval_batch_size, **kwargs)
+
+  @functools.cached_property
+  def _player(self) -> EpisodePlayer:
+    """Plays the episodes of steps and evaluations."""
+    return self.task.player()
 
   def batches(self):
     """An endless iterator over batches of examples, in a seeded order."""
@@ -274,11 +286,23 @@ class Trainer:
     if residency is not None:
       residency.begin(work)
     with timer.phase("gen"), self._phase("rollout", work):
-      completions = work.roll_out()
+      if self.task.max_turns > 1:
+        episodes = turns.play(
+            work, self._player, self.processor, [e.row for e in examples],
+            [self.task.train_rows.where(e.index) for e in examples],
+            max_length=rollout.max_episode_length or None)
+      else:
+        episodes = turns.Episodes(work.roll_out())
+    completions = episodes.completions
     with timer.phase("reward", "host"):
-      scores, lines = scoring_lib.score(
-          self.task.score, self.processor, examples, completions, step + 1,
-          self._spread)
+      if episodes.scores is not None:
+        scores, texts = episodes.scores, episodes.texts
+        lines = list(reports.sample_lines(
+            step + 1, examples, texts, scores, rollout.num_generations))
+      else:
+        scores, lines = scoring_lib.score(
+            self.task.score, self.processor, examples, completions, step + 1,
+            self._spread)
       rewards = np.array([s["overall"] for s in scores], np.float32).reshape(
           completions.lengths.shape)
     with timer.phase("adv", "host"):
@@ -288,7 +312,8 @@ class Trainer:
     values = reports.rollout_metrics(batch, completions, rewards, scores)
     values["train/groups"] = float(len(kept))
     if len(kept):
-      groups = Groups.of(kept, completions, advantages)
+      groups = Groups.of(kept, completions, advantages, episodes.suffix,
+                         episodes.media)
       values |= self._updates(work, groups, completions, step, timer)
     kept = set(kept.tolist())
     return values, [line | {"trained": i // rollout.num_generations in kept}

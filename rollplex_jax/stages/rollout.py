@@ -8,6 +8,7 @@ of an episode they attend to their own earlier turns, too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import functools
 
 from flax import struct
@@ -83,8 +84,8 @@ class Turn:
   next_position: jax.Array
   over: jax.Array
   first_draw: jax.Array
-  history: list[tuple[jax.Array, jax.Array]]
-  exists: jax.Array
+  history: Sequence[tuple[jax.Array, jax.Array]] = ()
+  exists: jax.Array | None = None
 
 
 @struct.dataclass
