@@ -86,9 +86,12 @@ def run(config: DataConfig, model: Any, reference: Any, *, limit: int,
         max_completion_length=max_completion_length, temperature=0.0,
         eos_token_ids=inference.eos_token_ids(model.config, model.processor),
         banned_token_ids=model.config.vision_token_ids)
+    several = {}
+    if task.max_turns > 1:
+      several = dict(player=task.player(), max_turns=task.max_turns)
     return evaluate(
         model.params, model.config, model.processor, rows, task.score, sampling,
-        batch_size=batch_size,
+        batch_size=batch_size, **several,
         progress=progress("completing", -(-len(rows) // batch_size)))
 
   found = of(model)

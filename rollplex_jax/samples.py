@@ -227,11 +227,15 @@ def micro_batches(groups: Groups, size: int, *, parts: int = 1,
   b = min(max(size // g, 1), most)
   per_part = min(size, g)
   longest = int(groups.lengths.max(initial=1))
-  width = min(batching.bucket(longest, _SHORT_RESPONSE), r)
+  round_up = batching.bucket if groups.suffix is None else (
+      batching.coarse_bucket)
+  width = min(round_up(longest, _SHORT_RESPONSE), r)
   suffix_width = 0
   if groups.suffix is not None:
-    suffix_width = min(groups.suffix.token_ids.shape[-1], batching.bucket(
-        int(groups.suffix.lengths.max(initial=1)), _SHORT_RESPONSE))
+    suffix_width = min(groups.suffix.token_ids.shape[-1],
+                       batching.coarse_bucket(
+                           int(groups.suffix.lengths.max(initial=1)),
+                           _SHORT_RESPONSE))
   out = []
   for block, start in enumerate(range(0, max(map(len, by_part)), b)):
     held = [numbers[start:start + b] for numbers in by_part]

@@ -4,7 +4,7 @@ A schedule is a list of units. Each says which stage runs, for which model and
 micro-batch, on which lane, and which named artefacts it reads and writes. From
 that follow the dependencies and the lifetimes (an artefact lives from its
 producer to its last consumer), and a schedule can be printed, drawn and
-checked before anything runs. `executor.py` runs it.
+checked before anything runs. `units.py` runs it.
 
 Schedules of the same stages:
   serial, unshared  rollout; then every sample's prompt and response in full

@@ -22,12 +22,13 @@ from rollplex_jax.data import batching
 from rollplex_jax.data.batching import Media
 from rollplex_jax.data.episodes import EpisodePlayer
 from rollplex_jax.data.processor import Processor, Prompt
-from rollplex_jax.executor import HostTurn, Step
+from rollplex_jax.executor import Step
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.inputs import Suffixes
 from rollplex_jax.models.positions import next_position
 from rollplex_jax.stages.extend import Chunk
 from rollplex_jax.stages.rollout import Completions, Turn
+from rollplex_jax.units import HostTurn
 
 # Widths of what turns add are rounded up to this at least: see `bucket`.
 _SHORT = 16
@@ -157,8 +158,8 @@ def collect(config: ModelConfig, suffixes: Sequence[Sequence[Suffix]],
   flat = [suffix for group in suffixes for suffix in group]
   b, g = len(suffixes), len(suffixes[0])
   responses = [suffix.response() for suffix in flat]
-  r = batching.bucket(max(len(ids) for ids, *_ in responses), _SHORT)
-  s = batching.bucket(max(map(len, flat)) - 1, _SHORT)
+  r = batching.coarse_bucket(max(len(ids) for ids, *_ in responses), _SHORT)
+  s = batching.coarse_bucket(max(map(len, flat)) - 1, _SHORT)
   patch_dim = config.vision.patch_dim if config.vision else 0
 
   def stack(values, width, fill=0):

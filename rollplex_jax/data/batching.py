@@ -98,9 +98,11 @@ class Media:
         else np.zeros((0, 3), np.int64))
 
 
-def coarse_bucket(size: int) -> int:
-  """A power of two, for what differs from step to step."""
-  return 1 << max(size - 1, 3).bit_length()
+def coarse_bucket(size: int, smallest: int = 4) -> int:
+  """2 or 3 times a power of two: for what differs from step to step."""
+  size = max(size, smallest, 4)
+  scale = 1 << ((size - 1).bit_length() - 2)
+  return -(-size // scale) * scale
 
 
 def pack_vision(prompts: Sequence[Prompt | Media], config: VisionConfig | None,
