@@ -17,7 +17,11 @@ import sys
 import threading
 from typing import Any
 
-from rollplex_jax.data.functions import describe
+from rollplex_jax.data.functions import (
+  NotFiniteError,
+  WrongTypeError,
+  describe,
+)
 from rollplex_jax.errors import InputError
 
 HEADER = struct.Struct("<Q")
@@ -45,6 +49,10 @@ def answer(handle: Handle, request: Any) -> tuple[str, Any]:
     kind, reason = "memory", f"used more memory than it may ({describe(error)})"
   except SystemExit as error:
     kind, reason = "exit", f"called sys.exit({error.code!r:.60})"
+  except WrongTypeError as error:
+    kind, reason = "wrong_type", str(error)
+  except NotFiniteError as error:
+    kind, reason = "not_finite", str(error)
   except InputError as error:
     kind, reason = "exception", " ".join(str(error).split())
   except BaseException as error:

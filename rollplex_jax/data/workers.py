@@ -12,6 +12,7 @@ import collections
 from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import pickle
@@ -29,6 +30,7 @@ from rollplex_jax.data.worker import HEADER, answer
 _MAX_WORKERS = 4
 _FAILED_STARTS = 3
 _SLICE = 0.1  # Seconds after which a worker that is silent is looked at.
+_PIPE_BYTES = 1 << 20
 _PENDING = object()
 _PROGRAM = (
   "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -122,7 +124,11 @@ class WorkerPool:
       return started
 
   def run(
-    self, calls: Sequence[Any], *, homes: Sequence[int] | None = None
+    self,
+    calls: Sequence[Any],
+    *,
+    homes: Sequence[int] | None = None,
+    timeouts: int = 0,
   ) -> list[Any]:
     """Makes N calls.
 
@@ -131,6 +137,7 @@ class WorkerPool:
       homes: N numbers; calls of one number go to one worker, in order, so that
         it may keep what the next one needs. A worker that was replaced has
         forgotten. None lets any worker take any call.
+      timeouts: that there were before, for `limits.max_timeouts`.
 
     Returns:
       For each call, in order, its value or a `Failure`.
@@ -141,7 +148,7 @@ class WorkerPool:
         if failure is not None:
           return [failure] * len(calls)
         return [_value(answer(self._local, call)) for call in calls]
-      return _Run(self, calls, homes).results()
+      return _Run(self, calls, homes, timeouts=timeouts).results()
 
   def _start_here(self) -> Failure | None:
     def start(_):
@@ -165,6 +172,7 @@ class _Worker:
   def __init__(self, pool: WorkerPool):
     theirs, self._requests = os.pipe()
     self.replies, answers = os.pipe()
+    _enlarge(self.replies)
     lifeline, self._lifeline = os.pipe()
     ends = (theirs, answers, lifeline)
     try:
@@ -190,6 +198,7 @@ class _Worker:
     self._inbox, self._outbox = bytearray(), bytearray()
     memory = int(pool.limits.memory_gb * (1 << 30))
     self.send((*pool.serving, memory))
+    self.flush()
 
   @property
   def unsent(self) -> bool:
@@ -200,9 +209,9 @@ class _Worker:
     return self._requests
 
   def send(self, request: Any) -> None:
+    """Makes a request ready for `flush`."""
     data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
     self._outbox += HEADER.pack(len(data)) + data
-    self.flush()
 
   def flush(self) -> None:
     """Writes what there is room for."""
@@ -262,14 +271,16 @@ class _Worker:
 class _Run:
   """The calls of one `WorkerPool.run`, on their way."""
 
-  def __init__(self, pool, calls, homes, failed_starts=_FAILED_STARTS):
+  def __init__(
+    self, pool, calls, homes, *, failed_starts=_FAILED_STARTS, timeouts=0
+  ):
     self._pool, self._limits = pool, pool.limits
     self._workers: list[_Worker | None] = pool.workers
     self._calls = calls
     self._found: list[Any] = [_PENDING] * len(calls)
     self._left = len(calls)
     self._starts_left = failed_starts
-    self._timeouts = 0
+    self._timeouts = timeouts
     # One queue for all workers, or one for each.
     shared = collections.deque(range(len(calls)) if homes is None else ())
     self._queues = [shared] * len(self._workers)
@@ -281,6 +292,7 @@ class _Run:
     self._depth = 2 if homes is None else len(calls)
 
   def results(self) -> list[Any]:
+    self._skip_after_timeouts()
     try:
       while self._left:
         self._hand_out()
@@ -308,6 +320,9 @@ class _Run:
         worker.send(self._calls[call])
       if not any(self._queues):
         break
+    for worker in self._workers:
+      if worker is not None and worker.unsent:
+        worker.flush()
 
   def _attend(self) -> None:
     """Waits for replies or a deadline, and deals with either."""
@@ -369,9 +384,13 @@ class _Run:
     self._end(i)
     if not self._starts_left:
       self._drop(failure)
-    elif self._timeouts == self._limits.max_timeouts > 0:
-      self._drop(Failure("skipped", f"was not called, after {self._timeouts} "
-                         "timeouts"))
+    self._skip_after_timeouts()
+
+  def _skip_after_timeouts(self) -> None:
+    if self._timeouts >= self._limits.max_timeouts > 0:
+      self._drop(
+        Failure("skipped", f"was not called, after {self._timeouts} timeouts")
+      )
 
   def _drop(self, failure: Failure) -> None:
     for queue in self._queues:
@@ -391,6 +410,13 @@ class _Run:
 def _value(reply: tuple[str, Any]) -> Any:
   kind, value = reply
   return value if kind == "ok" else Failure(kind, value)
+
+
+def _enlarge(pipe: int) -> None:
+  """Makes room for many frames, so that a worker need not wait to be heard."""
+  if hasattr(fcntl, "F_SETPIPE_SZ"):
+    with contextlib.suppress(OSError):  # A user's pipes have a limit.
+      fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _end_all(workers: list[_Worker | None]) -> None:
