@@ -7,6 +7,7 @@ reply to each, in order, to another. What it imports is light: no jax.
 from __future__ import annotations
 
 from collections.abc import Callable
+import ctypes
 import fcntl
 import os
 import pickle
@@ -25,7 +26,9 @@ from rollplex_jax.data.functions import (
 from rollplex_jax.errors import InputError
 
 HEADER = struct.Struct("<Q")
-_F_SETSIG = 10  # Linux's; the fcntl module doesn't name it.
+# Linux's; Python has no names for them.
+_F_SETSIG = 10
+_PR_SET_PDEATHSIG = 1
 _LONGEST_REASON = 500
 
 Handle = Callable[[Any], Any]
@@ -78,7 +81,7 @@ def _place(error: BaseException) -> str:
   return f" ({name}:{trace.tb_lineno})"
 
 
-def main(requests: int, replies: int, lifeline: int) -> None:
+def main(requests: int, replies: int, lifeline: int, lasts: int) -> None:
   """Serves until the pipe of requests is closed.
 
   Args:
@@ -87,10 +90,12 @@ def main(requests: int, replies: int, lifeline: int) -> None:
       answers all that follow, None excepted.
     replies: file descriptor to write to.
     lifeline: its other end closes when the parent ends, however that is.
+    lasts: 1 if the thread that started this process lives as long as its own
+      process, else 0.
   """
   for descriptor in (requests, replies, lifeline):
     os.set_inheritable(descriptor, False)  # Programs it starts don't hold them.
-  _end_with_parent(lifeline)
+  _end_with_parent(lifeline, bool(lasts))
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   reader = os.fdopen(requests, "rb", closefd=False)
   serve, arguments, memory = _receive(reader)
@@ -128,16 +133,18 @@ def _send(replies: int, reply: tuple[str, Any]) -> None:
     view = view[os.write(replies, view):]
 
 
-def _end_with_parent(lifeline: int) -> None:
+def _end_with_parent(lifeline: int, lasts: bool) -> None:
   """Has this process and all it started killed when the parent ends.
 
-  On Linux the kernel does that, whatever the code that runs here is up to; the
-  parent's thread that started this process may end earlier, which a parent
-  death signal would take for the parent's own end.
+  On Linux the kernel does that, whatever the code that runs here is up to: when
+  the lifeline closes and, should that code have closed its own end, when the
+  thread that started this process has gone, if it `lasts`.
   """
   if sys.platform != "linux":
     threading.Thread(target=_watch, args=(lifeline,), daemon=True).start()
     return
+  if lasts:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
   fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
   fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
   fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)

@@ -34,7 +34,7 @@ _PIPE_BYTES = 1 << 20
 _PENDING = object()
 _PROGRAM = (
   "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-  "from rollplex_jax.data.worker import main; main(*map(int, sys.argv[2:5]))"
+  "from rollplex_jax.data.worker import main; main(*map(int, sys.argv[2:]))"
 )
 # The devices and the cores are the run's.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "",
@@ -175,11 +175,15 @@ class _Worker:
     _enlarge(self.replies)
     lifeline, self._lifeline = os.pipe()
     ends = (theirs, answers, lifeline)
+    lasts = threading.current_thread() is threading.main_thread()
     try:
       # In a session of its own: it may be killed with all that it has started,
       # and a terminal's interrupt doesn't reach it.
       self._process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), *map(str, ends)],
+        [
+          sys.executable, "-c", _PROGRAM, json.dumps(sys.path),
+          *map(str, ends), str(int(lasts)),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -249,7 +253,7 @@ class _Worker:
   def status(self) -> str:
     """How it ended, or that it goes on without its pipes."""
     try:
-      status = self._process.wait(1.0)
+      status = self._process.wait(0.2)
     except subprocess.TimeoutExpired:
       return "closed the files of its process"
     if status >= 0:
@@ -382,7 +386,7 @@ class _Run:
       self._starts_left -= 1
     self._queues[i].extendleft(reversed(again))
     self._end(i)
-    if not self._starts_left:
+    if self._starts_left <= 0:
       self._drop(failure)
     self._skip_after_timeouts()
 

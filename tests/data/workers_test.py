@@ -137,7 +137,7 @@ class WorkerPoolTest(parameterized.TestCase):
       "from tests.data.workers_test import _pool\n"
       "pool = _pool(num_workers=3, timeout=100.0)\n"
       "found = pool.run([('process', 0)] * 3 + [('starts_a_child', 0)],"
-      " homes=[0, 1, 2, 1])\n"
+      " homes=[0, 1, 2, 0])\n"
       "print(*found, flush=True)\n"
       "pool.run([('forever', 0), ('closes_files_and_hangs', 0)],"
       " homes=[0, 1])\n")
