@@ -49,12 +49,13 @@ class RewardWorkers:
     """
     self._name = f"reward {spec}"
     self._fallbacks = Fallbacks(self._name, fallback)
-    place, colon, name = spec.rpartition(":")
-    if place.endswith(".py"):
-      # A worker that starts later finds the same file.
-      place = os.path.abspath(place)
-    self._spec, self._found = spec, f"{place}{colon}{name}"
-    self._pool = WorkerPool(serve_reward, (self._found,), limits)
+    self._place, colon, name = spec.rpartition(":")
+    # A worker that starts later, elsewhere, finds the same file.
+    is_file = self._place.endswith(".py")
+    self._file = os.path.abspath(self._place) if is_file else self._place
+    self._pool = WorkerPool(
+      serve_reward, (f"{self._file}{colon}{name}",), limits
+    )
 
   def check(
     self,
@@ -123,5 +124,6 @@ class RewardWorkers:
     self._pool.close()
 
   def _said(self, reason: str) -> str:
-    reason = reason.replace(self._found, self._spec)
+    if self._file:
+      reason = reason.replace(self._file, self._place)
     return reason if reason.startswith("reward ") else f"{self._name}: {reason}"

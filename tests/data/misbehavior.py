@@ -7,6 +7,10 @@ import subprocess
 import sys
 import time
 
+import numpy as np
+
+from rollplex_jax.data.environments import Observation, Step
+
 
 def handler(scale):
   """Serves requests (behavior, argument): what the functions below do."""
@@ -114,3 +118,36 @@ def process(_):
 
 def modules(_):
   return " ".join(sorted(name for name in sys.modules if "." not in name))
+
+
+class World:
+  """Shows how many steps were taken; some of its words, and seeds, are bad."""
+
+  actions = ("on", "win", "forever", "raises", "exits_hard", "allocates",
+             "nothing", "nan")
+
+  def reset(self, seed):
+    if seed % 100 == 13:
+      raises(seed)
+    if seed % 100 == 14:
+      return None
+    self.seed, self.time = seed, 0
+    return self._see()
+
+  def step(self, action):
+    self.time += 1
+    if action == "nothing":
+      return None
+    if action == "nan":
+      return Step(self._see(), float("nan"), False)
+    if action not in ("on", "win"):
+      globals()[action](2)
+    won = action == "win"
+    return Step(self._see(), float(won), won)
+
+  def expert(self):
+    return "win" if self.time == 1 else "on"
+
+  def _see(self):
+    frame = np.full((1, 4, 4, 3), 100 + self.time, np.uint8)
+    return Observation(frame, f"seed {self.seed}")
