@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 import dataclasses
 import json
@@ -12,8 +13,10 @@ import ml_collections
 from legolm_jax.evaluate import mean_and_error
 from rollplex_jax import inference
 from rollplex_jax.config import DataConfig, EnvironmentConfig, from_config_dict
-from rollplex_jax.data.rewards import load_reward
+from rollplex_jax.data import fallbacks
+from rollplex_jax.data.reward_workers import RewardWorkers
 from rollplex_jax.data.rows import RowFile
+from rollplex_jax.data.workers import Limits
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation, evaluate
 from rollplex_jax.models import architectures
@@ -45,7 +48,9 @@ def settings(data: str | None, reward: str, world: Sequence[str],
     world = dataclasses.replace(world, eval_episodes=limit)
   if data:
     RowFile(data)
-    load_reward(reward)
+    workers = RewardWorkers(reward, Limits(num_workers=1))
+    workers.check()
+    workers.close()
   return DataConfig(rows=data or "", reward=reward, environment=world)
 
 
@@ -100,6 +105,8 @@ def run(config: DataConfig, model: Any, reference: Any, *, limit: int,
   out["reward"], out["reward_stderr"] = mean_and_error(values)
   if found.success is not None:
     out["success"], out["success_low"], out["success_high"] = found.success
+  out["reward_errors"] = dict(collections.Counter(
+      kind for _, kind in map(fallbacks.split, found.scores) if kind))
   if reference is not None:
     base = of(reference)
     before = [s["overall"] for s in base.scores]

@@ -91,6 +91,9 @@ class EnvironmentConfig:
     eval_episodes: held-out start states.
     first_episode: index of the first training start state.
     train_split: "train" or "warm_start": which seeds to train on.
+    num_workers: worker processes in which plans and turns are played, with the
+      limits of `DataConfig.reward_*`. None for one per core and 4 at most; 0 for
+      this process, where nothing can be stopped.
   """
 
   level: str = ""
@@ -106,11 +109,14 @@ class EnvironmentConfig:
   eval_episodes: int = 512
   first_episode: int = 0
   train_split: str = "train"
+  num_workers: int | None = None
 
   def __post_init__(self):
     _check_least(self, 1, "image_size", "max_turns", "actions_per_turn",
                  "max_actions", "num_episodes")
     _check_least(self, 0, "eval_episodes", "first_episode")
+    if self.num_workers is not None:
+      _check_least(self, 0, "num_workers")
     if self.level and self.make:
       raise InputError(f"level={self.level}: expected no level beside "
                        f"make={self.make}")
@@ -144,6 +150,19 @@ class DataConfig:
     rows: JSONL file to train on.
     eval_rows: held-out JSONL file; empty for no evaluation.
     reward: "module:function" or "file.py:function"; for RL on rows.
+    reward_fallback: reward of a completion whose reward function, or of an
+      episode whose environment, fails in any way.
+    reward_timeout: seconds that a reward function may take for a completion,
+      and an environment for a turn.
+    reward_memory_gb: memory that a worker process, which runs them, may
+      allocate, in GiB; 0 for no limit.
+    reward_num_workers: worker processes for a reward function. None for one per
+      core and 4 at most; 0 for this process, as a debugger needs it, where
+      nothing can be stopped.
+    reward_max_timeouts: after so many timeouts in one step (or evaluation) its
+      other completions get reward_fallback at once; 0 for never.
+    reward_dry_run: before the first step, refuse a reward function that takes
+      other arguments or fails on the first row.
     environment: a world in place of rows and reward.
     max_prompt_length: longest prompt in tokens; a longer one is refused, never
       cut. 0 for no limit.
@@ -153,13 +172,28 @@ class DataConfig:
   rows: str = ""
   eval_rows: str = ""
   reward: str = ""
+  reward_fallback: float = 0.0
+  reward_timeout: float = 10.0
+  reward_memory_gb: float = 1.0
+  reward_num_workers: int | None = None
+  reward_max_timeouts: int = 16
+  reward_dry_run: bool = True
   environment: EnvironmentConfig = dataclasses.field(
       default_factory=EnvironmentConfig)
   max_prompt_length: int = 0
   skip_bad_rows: bool = False
 
   def __post_init__(self):
-    _check_least(self, 0, "max_prompt_length")
+    _check_least(self, 0, "max_prompt_length", "reward_memory_gb",
+                 "reward_max_timeouts")
+    if not 0 < self.reward_timeout < math.inf:
+      raise InputError(f"reward_timeout={self.reward_timeout}: expected seconds "
+                       "above 0")
+    if not math.isfinite(self.reward_fallback):
+      raise InputError(f"reward_fallback={self.reward_fallback}: expected a "
+                       "finite number")
+    if self.reward_num_workers is not None:
+      _check_least(self, 0, "reward_num_workers")
     if self.rows and self.environment.name:
       key = "level" if self.environment.level else "make"
       raise InputError(

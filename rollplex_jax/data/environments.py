@@ -15,7 +15,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rollplex_jax.data.functions import describe
+from rollplex_jax.data.functions import (
+  NotFiniteError,
+  WrongTypeError,
+  describe,
+)
 from rollplex_jax.errors import InputError
 
 SEEDS_PER_SPLIT = 1 << 30
@@ -88,10 +92,6 @@ def check_environment(environment: Any, name: str) -> None:
     InputError: naming what was expected and what was found.
   """
 
-  def refuse(what, expected, found):
-    raise InputError(f"environment {name}: {what}: expected {expected}, found "
-                     f"{found}")
-
   def try_out(what, method, argument):
     try:
       return getattr(environment, method)(argument)
@@ -107,15 +107,18 @@ def check_environment(environment: Any, name: str) -> None:
     or any(not isinstance(w, str) or w.split() != [w] for w in words)
     or len(set(words)) < len(words)
   ):
-    refuse("actions", "distinct words without white space", repr(words))
-  check_observation(try_out("reset(0)", "reset", 0), f"environment {name}: "
-                    "reset(0)")
+    raise InputError(
+      f"environment {name}: actions: expected distinct words without white "
+      f"space, found {words!r}"
+    )
+  seen = try_out("reset(0)", "reset", 0)
+  check_observation(seen, f"environment {name}: reset(0)")
   step = try_out(f"step({words[0]!r})", "step", words[0])
   check_step(step, f"environment {name}: step({words[0]!r})")
 
 
 def check_observation(seen: Any, where: str) -> None:
-  """Raises InputError where `seen` is no `Observation` as it should be."""
+  """Raises WrongTypeError if `seen` isn't an `Observation` as it should be."""
   frames = getattr(seen, "frames", None)
   if (
     not isinstance(frames, np.ndarray)
@@ -127,23 +130,34 @@ def check_observation(seen: Any, where: str) -> None:
     found = type(seen).__name__
     if isinstance(frames, np.ndarray):
       found = f"{frames.dtype} {list(frames.shape)}"
-    raise InputError(f"{where}: expected an Observation with frames uint8 "
-                     f"[frames, height, width, 3], found {found}")
+    raise WrongTypeError(
+      f"{where}: expected an Observation with frames uint8 "
+      f"[frames, height, width, 3], found {found}"
+    )
   if not isinstance(seen.instruction, str):
-    raise InputError(f"{where}: expected an instruction in words, found "
-                     f"{type(seen.instruction).__name__}")
+    raise WrongTypeError(
+      f"{where}: expected an instruction in words, found "
+      f"{type(seen.instruction).__name__}"
+    )
 
 
 def check_step(step: Any, where: str) -> None:
-  """Raises InputError where `step` is no `Step` as it should be."""
+  """Raises WrongTypeError or NotFiniteError if `step` is no good `Step`."""
   if not isinstance(step, tuple) or len(step) != 3:
-    raise InputError(f"{where}: expected a Step (observation, reward, done), "
-                     f"found {type(step).__name__}")
+    raise WrongTypeError(
+      f"{where}: expected a Step (observation, reward, done), found "
+      f"{type(step).__name__}"
+    )
   observation, reward, _ = step
   check_observation(observation, where)
-  if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-    raise InputError(f"{where}: expected a finite number as reward, found "
-                     f"{reward!r}")
+  if not isinstance(reward, numbers.Real):
+    raise WrongTypeError(
+      f"{where}: expected a number as reward, found {type(reward).__name__}"
+    )
+  if not math.isfinite(reward):
+    raise NotFiniteError(
+      f"{where}: expected a finite number as reward, found {reward}"
+    )
 
 
 class Split(enum.Enum):

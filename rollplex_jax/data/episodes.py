@@ -8,7 +8,7 @@ single-turn counterpart, a whole plan at once, is `environments.PlanTask`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -265,33 +265,6 @@ class EpisodePlayer(Protocol):
 
   def scores(self) -> list[dict[str, float]]:
     """Scores of the N episodes; see `EpisodeInPlay.scores`."""
-
-
-class LocalPlayer:
-  """Plays episodes one after the other in this process."""
-
-  def __init__(self, make_task: Callable[[], TurnTask]):
-    """`make_task` makes a task, for every episode that is played at a time."""
-    self._make_task = make_task
-    self._tasks: list[TurnTask] = []
-    self._episodes: list[EpisodeInPlay] = []
-
-  def start(self, rows):
-    while len(self._tasks) < len(rows):
-      self._tasks.append(self._make_task())
-    self._episodes = [
-      task.start(int(row["seed"]), blind=bool(row.get("blind")))
-      for task, row in zip(self._tasks, rows)
-    ]
-
-  def step(self, completions):
-    return [
-      None if text is None or episode.over else episode.step(text)
-      for episode, text in zip(self._episodes, completions, strict=True)
-    ]
-
-  def scores(self):
-    return [episode.scores() for episode in self._episodes]
 
 
 def _disturbed(

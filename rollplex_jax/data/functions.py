@@ -13,6 +13,14 @@ from typing import Any
 from rollplex_jax.errors import InputError
 
 
+class WrongTypeError(InputError):
+  """What such a function returned is of another type than it should be."""
+
+
+class NotFiniteError(InputError):
+  """What such a function returned is NaN or infinite."""
+
+
 def load_function(spec: str, kind: str) -> Any:
   """Finds what a setting names.
 

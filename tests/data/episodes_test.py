@@ -5,8 +5,11 @@ import pickle
 from absl.testing import absltest, parameterized
 import numpy as np
 
-from rollplex_jax.config import EnvironmentConfig
-from rollplex_jax.data import babyai, environments, episodes
+from rollplex_jax.config import DataConfig, EnvironmentConfig
+from rollplex_jax.data import babyai, environments, episodes, fallbacks
+from rollplex_jax.data.episode_workers import EpisodeWorkers, failed_episodes
+from rollplex_jax.data.workers import Limits
+from rollplex_jax.data.worlds import World
 from rollplex_jax.errors import InputError
 from rollplex_jax.tasks import EpisodesTask
 
@@ -186,14 +189,19 @@ class DemonstrationTest(parameterized.TestCase):
     self.assertEqual(max(len(turns) for turns in found if turns), 2)
 
 
-class PlayerTest(absltest.TestCase):
+class PlayerTest(parameterized.TestCase):
 
-  def test_episodes_side_by_side_are_those_played_alone(self):
+  @parameterized.parameters(0, 2)
+  def test_episodes_side_by_side_are_those_played_alone(self, num_workers):
     rng = np.random.default_rng(0)
-    task = _task(max_turns=5)
+    world = babyai.MiniGridEnvironment(_LEVEL)
+    task = episodes.TurnTask(world, max_turns=5)
     rows = [task.row(seed, blind=seed == 2) for seed in (1, 2, 2, 3, 1)]
     rows[2] = task.row(2)
-    player = episodes.LocalPlayer(lambda: _task(max_turns=5))
+    workers = EpisodeWorkers(
+      World(level=_LEVEL, max_turns=5), Limits(num_workers=num_workers)
+    )
+    player = workers.player(failed_episodes("it", 0.0))
     for _ in range(2):  # The second start replaces the first.
       player.start(rows)
       player.step(["left"] * 5)
@@ -217,16 +225,18 @@ class PlayerTest(absltest.TestCase):
         self.assertEqual(message is None, expected is None)
         if message is not None:
           np.testing.assert_array_equal(_frames(message), _frames(expected))
-      self.assertEqual(scores, alone.scores())
+      self.assertEqual(fallbacks.split(scores), (alone.scores(), None))
 
 
 class TurnsTaskTest(parameterized.TestCase):
 
   def _make(self, demonstrations=False, **options):
-    config = EnvironmentConfig(**{
+    world = EnvironmentConfig(**{
       "level": _LEVEL, "max_turns": 6, "num_episodes": 20, "eval_episodes": 4,
       **options})
-    return EpisodesTask(config, demonstrations=demonstrations)
+    return EpisodesTask(
+      DataConfig(environment=world), demonstrations=demonstrations
+    )
 
   def test_rows_and_player_are_of_the_same_episodes(self):
     task = self._make()
@@ -267,8 +277,10 @@ class TurnsTaskTest(parameterized.TestCase):
 class OwnEnvironmentTest(parameterized.TestCase):
 
   def test_takes_the_place_of_a_level(self):
-    config = EnvironmentConfig(make=f"{__name__}:CountingWorld", max_turns=3)
-    player = EpisodesTask(config).player()
+    world = EnvironmentConfig(
+      make="tests.data.episodes_test:CountingWorld", max_turns=3
+    )
+    player = EpisodesTask(DataConfig(environment=world)).player()
     player.start([{"seed": 0}, {"seed": 1}])
     player.step(["on", "win"])
     self.assertEqual([s["success"] for s in player.scores()], [0.0, 1.0])
