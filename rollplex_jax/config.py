@@ -20,6 +20,7 @@ import ml_collections
 from ml_collections import config_dict
 
 from rollplex_jax.errors import InputError
+from rollplex_jax.health import HealthConfig
 from rollplex_jax.placement.mesh import MeshConfig
 from rollplex_jax.placement.residency import ResidencyConfig
 from rollplex_jax.schedule import PrefixSource, ScheduleConfig, ScheduleName
@@ -172,7 +173,7 @@ class TrainConfig:
   Attributes:
     algorithm: "rl" or "supervised".
     policy, reference, data, rollout, objective, optimizer, mesh, schedule,
-      residency: see there.
+      residency, health: see there.
     train_batch_size: prompts (supervised: rows) per step.
     gen_batch_size: prompts that are rolled out per step; those groups whose
       rewards are not all equal are trained on, up to train_batch_size (DAPO's
@@ -195,7 +196,9 @@ class TrainConfig:
       measures live bytes, so it takes longer. The first step, which compiles,
       isn't recorded unless it is the only one. 0 for never.
     seed: of sampling and of the order of rows.
-    with_entropy: measure the policy's entropy (costs a pass over the logits).
+    with_entropy: measure the policy's entropy over the whole vocabulary, which
+      costs a pass over the logits. Without, actor/entropy is estimated from the
+      log-probs of the sampled tokens.
   """
 
   algorithm: Algorithm = Algorithm.RL
@@ -216,6 +219,7 @@ class TrainConfig:
       default_factory=lambda: ScheduleConfig(name=ScheduleName.ROLLPLEX))
   residency: ResidencyConfig = dataclasses.field(
       default_factory=ResidencyConfig)
+  health: HealthConfig = dataclasses.field(default_factory=HealthConfig)
   train_batch_size: int = 8
   gen_batch_size: int = 0
   mini_batch_size: int = 0
