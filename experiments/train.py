@@ -186,4 +186,4 @@ def describe(summary) -> str:
 
 
 if __name__ == "__main__":
-  common.run(main)
+  common.run(main, config=TrainConfig)

@@ -19,6 +19,7 @@ import jax
 import ml_collections
 from ml_collections import config_dict
 
+from rollplex_jax import config_keys
 from rollplex_jax.errors import InputError
 from rollplex_jax.health import HealthConfig
 from rollplex_jax.placement.mesh import MeshConfig
@@ -364,12 +365,28 @@ def from_config_dict(cls: type, raw: ml_collections.ConfigDict,
   """Builds a config dataclass from a ConfigDict.
 
   Raises:
-    InputError: for a key that does not exist or a value out of range.
+    InputError: for a key that does not exist, naming the nearest one, or a value
+      out of range.
   """
+  known = set(config_keys.key_paths(cls))
+  for path in _paths(raw):
+    if path not in known:
+      raise InputError(config_keys.no_such_key(cls, path, where))
+  return _build(cls, raw, where)
+
+
+def _paths(raw: ml_collections.ConfigDict) -> list[str]:
+  """Dotted paths of all keys, in the order of their names."""
+  out = []
+  for name in sorted(raw.keys()):
+    out.append(name)
+    if isinstance(raw[name], ml_collections.ConfigDict):
+      out += [f"{name}.{path}" for path in _paths(raw[name])]
+  return out
+
+
+def _build(cls: type, raw: ml_collections.ConfigDict, where: str) -> Any:
   hints = typing.get_type_hints(cls)
-  unknown = sorted(set(raw.keys()) - {f.name for f in dataclasses.fields(cls)})
-  if unknown:
-    raise InputError(f"{where}.{unknown[0]}: no such key")
   values = {}
   for name in raw.keys():
     value = raw[name]
@@ -377,7 +394,7 @@ def from_config_dict(cls: type, raw: ml_collections.ConfigDict,
       if not isinstance(value, ml_collections.ConfigDict):
         raise InputError(
             f"{where}.{name}: expected a group of keys, found {value!r}")
-      value = from_config_dict(hints[name], value, f"{where}.{name}")
+      value = _build(hints[name], value, f"{where}.{name}")
     else:
       _check_type(value, hints[name], f"{where}.{name}")
     values[name] = value

@@ -11,7 +11,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from experiments import common
+from experiments import common, quickstart
 from experiments.display import TrainDisplay
 from rollplex_jax.errors import InputError
 from rollplex_jax.loop import Progress
@@ -54,6 +54,22 @@ class OutputTest(absltest.TestCase):
       with self.assertRaisesRegex(InputError, "the folder .* is not writable"):
         common.check_output("x", str(self.folder / "new"))
     self.assertEqual(os.listdir(self.folder), ["file"])
+
+
+class ConfigTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ("--config.rl.optimizer.learn_rate=1", "--config.rl.optimizer.learn_rate: "
+       "no such key; did you mean learning_rate?"),
+      ("--config.demonstration=1", "--config.demonstration: no such key; did you "
+       "mean demonstrations?"))
+  def test_unknown_keys_of_a_quick_start(self, flag, message):
+    err = io.StringIO()
+    with (mock.patch.object(sys, "argv", ["quickstart", flag]),
+          contextlib.redirect_stderr(err), self.assertRaises(SystemExit) as end):
+      common.define_config(quickstart.QuickstartConfig())
+    self.assertEqual((end.exception.code, err.getvalue()),
+                     (1, f"error: {message}\n"))
 
 
 class RunTest(parameterized.TestCase):
