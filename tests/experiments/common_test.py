@@ -11,8 +11,9 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from experiments import common, quickstart
+from experiments import common
 from experiments.display import TrainDisplay
+from rollplex_jax.config import TrainConfig
 from rollplex_jax.errors import InputError
 from rollplex_jax.loop import Progress
 from tests.experiments import commands
@@ -59,15 +60,15 @@ class OutputTest(absltest.TestCase):
 class ConfigTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      ("--config.rl.optimizer.learn_rate=1", "--config.rl.optimizer.learn_rate: "
-       "no such key; did you mean learning_rate?"),
-      ("--config.demonstration=1", "--config.demonstration: no such key; did you "
-       "mean demonstrations?"))
-  def test_unknown_keys_of_a_quick_start(self, flag, message):
+      ("--config.optimizer.learn_rate=1", "--config.optimizer.learn_rate: no "
+       "such key; did you mean learning_rate?"),
+      ("--config.total_step=1", "--config.total_step: no such key; did you mean "
+       "total_steps?"))
+  def test_unknown_keys_of_a_command_with_defaults(self, flag, message):
     err = io.StringIO()
     with (mock.patch.object(sys, "argv", ["quickstart", flag]),
           contextlib.redirect_stderr(err), self.assertRaises(SystemExit) as end):
-      common.define_config(quickstart.QuickstartConfig())
+      common.define_config(TrainConfig())
     self.assertEqual((end.exception.code, err.getvalue()),
                      (1, f"error: {message}\n"))
 
