@@ -45,8 +45,8 @@ class HealthConfig:
       one of 128 samples. 0 for none.
     max_logprob_gap: of training/rollout_logprobs_diff_mean, in nats per token.
       float32 stays below 1e-4 and bfloat16 rounds to some 0.01; from 0.05 on a
-      token's probability is off by 5 %, which NeMo RL asks models to stay below
-      as well (a mean exp of the gap of 1.05).
+      token's probability is off by 5 %, which is also what NeMo RL's own runs
+      are checked against (a mean exp of the gap of 1.05).
     max_kl: of actor/kl_loss, to the reference, in nats per token. Runs that do
       well end at 0.01 to 0.3; at 1, tokens are e times as likely as under the
       reference, and beta holds nothing back.
