@@ -26,7 +26,6 @@ import time
 
 from absl import flags
 import jax
-from ml_collections import config_flags
 
 from experiments import (
     common,
@@ -133,8 +132,7 @@ class QuickstartConfig:
         raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
 
 
-_CONFIG = config_flags.DEFINE_config_dict(
-    "config", to_config_dict(QuickstartConfig()), "The run's configuration.")
+_CONFIG = common.define_config(QuickstartConfig())
 _OUTPUT = flags.DEFINE_string(
     "output_dir", "runs/quickstart", "Folder for the run's files.")
 _OVERWRITE = flags.DEFINE_bool(

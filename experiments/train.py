@@ -35,8 +35,8 @@ _WANDB = flags.DEFINE_string(
     "wandb_project", "", "Also log to this wandb project.")
 
 # What a run writes; the first marks a folder as a run's.
-_RUN_FILES = ("metrics.jsonl", "samples.jsonl", "summary.json", "config.json",
-              "tensorboard", "timeline", "policy")
+_RUN_FILES = ("metrics.jsonl", "samples.jsonl", "skipped_updates.jsonl",
+              "summary.json", "config.json", "tensorboard", "timeline", "policy")
 
 
 def main():
@@ -186,4 +186,4 @@ def describe(summary) -> str:
 
 
 if __name__ == "__main__":
-  common.run(main)
+  common.run(main, config=TrainConfig)

@@ -19,7 +19,9 @@ import jax
 import ml_collections
 from ml_collections import config_dict
 
+from rollplex_jax import config_keys
 from rollplex_jax.errors import InputError
+from rollplex_jax.health import HealthConfig
 from rollplex_jax.placement.mesh import MeshConfig
 from rollplex_jax.placement.residency import ResidencyConfig
 from rollplex_jax.schedule import PrefixSource, ScheduleConfig, ScheduleName
@@ -244,7 +246,7 @@ class TrainConfig:
   Attributes:
     algorithm: "rl" or "supervised".
     policy, reference, data, rollout, objective, optimizer, mesh, schedule,
-      residency: see there.
+      residency, health: see there.
     train_batch_size: prompts (supervised: rows) per step.
     gen_batch_size: prompts that are rolled out per step; those groups whose
       rewards are not all equal are trained on, up to train_batch_size (DAPO's
@@ -267,7 +269,9 @@ class TrainConfig:
       measures live bytes, so it takes longer. The first step, which compiles,
       isn't recorded unless it is the only one. 0 for never.
     seed: of sampling and of the order of rows.
-    with_entropy: measure the policy's entropy (costs a pass over the logits).
+    with_entropy: measure the policy's entropy over the whole vocabulary, which
+      costs a pass over the logits. Without, actor/entropy is estimated from the
+      log-probs of the sampled tokens.
   """
 
   algorithm: Algorithm = Algorithm.RL
@@ -288,6 +292,7 @@ class TrainConfig:
       default_factory=lambda: ScheduleConfig(name=ScheduleName.ROLLPLEX))
   residency: ResidencyConfig = dataclasses.field(
       default_factory=ResidencyConfig)
+  health: HealthConfig = dataclasses.field(default_factory=HealthConfig)
   train_batch_size: int = 8
   gen_batch_size: int = 0
   mini_batch_size: int = 0
@@ -454,12 +459,28 @@ def from_config_dict(cls: type, raw: ml_collections.ConfigDict,
   """Builds a config dataclass from a ConfigDict.
 
   Raises:
-    InputError: for a key that does not exist or a value out of range.
+    InputError: for a key that does not exist, naming the nearest one, or a value
+      out of range.
   """
+  known = set(config_keys.key_paths(cls))
+  for path in _paths(raw):
+    if path not in known:
+      raise InputError(config_keys.no_such_key(cls, path, where))
+  return _build(cls, raw, where)
+
+
+def _paths(raw: ml_collections.ConfigDict) -> list[str]:
+  """Dotted paths of all keys, in the order of their names."""
+  out = []
+  for name in sorted(raw.keys()):
+    out.append(name)
+    if isinstance(raw[name], ml_collections.ConfigDict):
+      out += [f"{name}.{path}" for path in _paths(raw[name])]
+  return out
+
+
+def _build(cls: type, raw: ml_collections.ConfigDict, where: str) -> Any:
   hints = typing.get_type_hints(cls)
-  unknown = sorted(set(raw.keys()) - {f.name for f in dataclasses.fields(cls)})
-  if unknown:
-    raise InputError(f"{where}.{unknown[0]}: no such key")
   values = {}
   for name in raw.keys():
     value = raw[name]
@@ -467,7 +488,7 @@ def from_config_dict(cls: type, raw: ml_collections.ConfigDict,
       if not isinstance(value, ml_collections.ConfigDict):
         raise InputError(
             f"{where}.{name}: expected a group of keys, found {value!r}")
-      value = from_config_dict(hints[name], value, f"{where}.{name}")
+      value = _build(hints[name], value, f"{where}.{name}")
     else:
       _check_type(value, hints[name], f"{where}.{name}")
     values[name] = value

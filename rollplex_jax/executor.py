@@ -181,6 +181,14 @@ class Step(Units):
     """Goes on with updated parameters; older artefacts become stale."""
     self.policy = policy
 
+  def restore_features(self) -> None:
+    """Has the policy's vision features again for passes after the last one."""
+    name = "policy/features"
+    if self.facts.has_media and name not in self.store.names():
+      self._put(name, programs.vision(
+          self.policy.params, self.settings.config, self.batch.vision,
+          place=self.settings.training))
+
   def keep_only(self, names: Iterable[str]) -> None:
     """Drops the artefacts that nothing reads any more."""
     for name in set(self.store.names()) - set(names):

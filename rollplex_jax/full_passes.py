@@ -23,15 +23,16 @@ def features_of(params: Params, config: ModelConfig, batch: PromptBatch,
 
 def score_groups(params: Params, config: ModelConfig, batch: PromptBatch,
                  groups: Groups, *, temperature: float,
-                 micro_batch_size: int = 0) -> np.ndarray:
+                 micro_batch_size: int = 0,
+                 place: Placement | None = None) -> np.ndarray:
   """float32 [K, G, R] log-probs over whole sequences, zero past the ends."""
-  features = features_of(params, config, batch)
+  features = features_of(params, config, batch, place)
   out = np.zeros(groups.token_ids.shape, np.float32)
   for item in batch.cut(groups, micro_batch_size):
     responses, observed = item.observed(config, batch.parts)
     item.place(out, programs.score_full(
         params, config, batching.take_rows(batch.inputs, item.rows), features,
-        responses, temperature, observed))
+        responses, temperature, observed, place=place))
   return out
 
 

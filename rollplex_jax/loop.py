@@ -65,6 +65,7 @@ class Run:
     self._wandb_project = wandb_project
     self._evaluated: list[dict[str, float]] = []
     self._writes = processes.is_first()
+    trainer.health.folder = self.folder if self._writes else None
     if self._writes and (self.folder / "metrics.jsonl").exists():
       raise InputError(
           f"{self.folder}: already holds a run; choose another folder")
@@ -113,6 +114,7 @@ class Run:
         self._writer.write(steps, values)
         self._writer.write_samples(samples)
         self._on_step(Progress(steps, config.total_steps, values))
+        trainer.health.check()
         train_seconds += time.perf_counter() - step_start
         if self._writes:
           reports.write_timeline(self.folder / "timeline", timeline, steps,

@@ -177,10 +177,11 @@ class Residency:
         step.keep_only(self._keeper.plan.lives_after(name))
         step.reference = None  # Nobody reads what is being put away.
 
-  def update(self, policy: Policy, grads: Params) -> dict[str, jax.Array]:
+  def update(self, policy: Policy, grads: Params,
+             loss: jax.Array | None = None) -> dict[str, jax.Array]:
     """`Policy.update` with the optimizer's state, inside its phase."""
     policy.state = self._keeper.take("optimizer")
-    values = policy.update(grads)
+    values = policy.update(grads, loss)
     state, policy.state = policy.state, None
     self.watch("policy/weights", policy.trained)
     self._keeper.hold("optimizer", state, keep=policy.trained)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
 from rollplex_jax import turns
@@ -14,6 +15,7 @@ from rollplex_jax.data.pipeline import Example
 from rollplex_jax.data.processor import Processor, Prompt
 from rollplex_jax.full_passes import supervised_gradient
 from rollplex_jax.models.config import ModelConfig
+from rollplex_jax.models.weights import Params
 from rollplex_jax.placement.host import to_host
 from rollplex_jax.placement.processes import Spread
 from rollplex_jax.policy import Policy
@@ -81,23 +83,44 @@ def collect(config: ModelConfig, examples: Sequence[Example], parts: int,
 
 
 def update(policy: Policy, settings: Settings, batch: PromptBatch,
-           groups: Groups, size: int, timeline: Timeline) -> dict[str, float]:
+           groups: Groups, size: int, timeline: Timeline, *,
+           after_update: Callable[[int, Groups, dict[str, float], float], bool],
+           ) -> dict[str, float]:
   """Updates the policy on `size` rows at a time.
 
+  Args:
+    policy: that learns.
+    settings: of the run.
+    batch: the step's prompts.
+    groups: their responses.
+    size: rows of an update.
+    timeline: of the step.
+    after_update: told of each update's number from 1, its rows, metrics and
+      loss; says whether to go on.
+
   Returns:
-    Metrics of the last update, and the mean loss of all.
+    Metrics of the last update, how many were skipped, and the mean loss of all.
   """
-  values, losses = {}, []
+  values, losses, skipped = {}, [], 0.0
   for i in range(0, len(groups), size):
+    part = groups.take(np.arange(i, min(i + size, len(groups))))
     with timeline.event("gradient_full", "training") as wait:
-      grads, loss = wait(supervised_gradient(
-          policy.trained, policy.frozen, settings.config, batch,
-          groups.take(np.arange(i, min(i + size, len(groups)))),
-          micro_batch_size=settings.micro_batch_size, remat=settings.remat,
-          place=settings.training))
+      grads, loss = wait(gradient(policy, settings, batch, part))
     with timeline.event("update", "training") as wait:
-      values |= wait(policy.update(grads))
-    losses.append(loss)
-  values = {name: float(value) for name, value in to_host(values).items()}
-  values["train/loss"] = float(np.mean(to_host(losses)))
-  return values
+      new, loss = to_host((wait(policy.update(grads, loss)), loss))
+    values |= {name: float(value) for name, value in new.items()}
+    losses.append(float(loss))
+    skipped += values["actor/update_skipped"]
+    if not after_update(len(losses), part, values, losses[-1]):
+      break
+  return values | {"actor/update_skipped": skipped,
+                   "train/loss": float(np.mean(losses))}
+
+
+def gradient(policy: Policy, settings: Settings, batch: PromptBatch,
+             groups: Groups) -> tuple[Params, jax.Array]:
+  """`supervised_gradient` of some groups at the policy as it is."""
+  return supervised_gradient(
+      policy.trained, policy.frozen, settings.config, batch, groups,
+      micro_batch_size=settings.micro_batch_size, remat=settings.remat,
+      place=settings.training)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollplex_jax import inference, reports, supervised, turns
+from rollplex_jax import inference, nonfinite, reports, supervised, turns
 from rollplex_jax import reference as reference_lib
 from rollplex_jax import scoring as scoring_lib
 from rollplex_jax.artifacts import Model
@@ -40,6 +40,7 @@ from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation, evaluate
 from rollplex_jax.executor import Step
+from rollplex_jax.health import Health
 from rollplex_jax.models import hf, vlm, weights
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement import processes
@@ -77,6 +78,7 @@ class Trainer:
     state: master weights and optimizer state.
     residency: plans its steps; None for supervised and disaggregated runs.
     skipped_rows: rows that were left out while training.
+    health: warns of metrics, and ends a run whose updates are skipped.
   """
 
   def __init__(self, config: TrainConfig, *, task: Task | None = None):
@@ -133,6 +135,7 @@ class Trainer:
     if not self.supervised and self._pools is None:
       self.residency = self._plan_residency(places)
     self.skipped_rows = 0
+    self.health = Health(config.health, logs=processes.is_first())
     self.policy = Policy(
         config.policy.path, self.model_config, places,
         optimizer=config.optimizer, dtype=config.policy.compute_dtype,
@@ -265,6 +268,7 @@ class Trainer:
     values["timing_s/step"] = values["perf/time_per_step"] = seconds
     values["perf/throughput"] = values["perf/total_num_tokens"] / seconds
     values["training/global_step"] = step + 1
+    self.health.watch(step + 1, values)
     return values, samples
 
   # -- RL --------------------------------------------------------------------
@@ -314,7 +318,8 @@ class Trainer:
     if len(kept):
       groups = Groups.of(kept, completions, advantages, episodes.suffix,
                          episodes.media)
-      values |= self._updates(work, groups, completions, step, timer)
+      values |= self._updates(
+          work, groups, completions, rewards, step, timer)
     kept = set(kept.tolist())
     return values, [line | {"trained": i // rollout.num_generations in kept}
                     for i, line in enumerate(lines)]
@@ -329,12 +334,12 @@ class Trainer:
         spread=self._spread)
 
   def _updates(self, work: Step, groups: Groups, completions: Completions,
-               step: int, timer):
+               rewards: np.ndarray, step: int, timer):
     """Scores under reference and old policy, then updates the policy."""
     scores = "ref" if self.config.has_reference else "old_log_prob"
     with timer.phase(scores), self._phase("score", work):
       groups = work.score(groups)
-    values, total, gap = {}, None, {}
+    values, total, gap, skipped = {}, None, {}, 0.0
     with timer.phase("update_actor"):
       for i, order in enumerate(mini_batches(self.config, len(groups), step)):
         part = groups.take(order)
@@ -351,31 +356,42 @@ class Trainer:
         work.release_policy()
         with timer.timeline.event("update", "training") as wait, (
             self._phase(f"update{number}")):
-          new = wait(self._update(grads))
+          new = wait(self._update(grads, metrics.loss))
         del grads
         work.update_policy(self.policy.model())
-        values |= new
         total = metrics if total is None else total.merge(metrics)
-      values |= total.finalize()
-      values = {k: float(v) for k, v in to_host(values).items()}
-    return values | gap
+        new, loss = to_host((new, metrics.loss))
+        values |= {k: float(v) for k, v in new.items()}
+        skipped += values["actor/update_skipped"]
+        diagnose = functools.partial(
+            nonfinite.of_step, work, part, work.batch.inputs.row_ids, {
+                "rewards": rewards[part.rows], "logprobs": logprobs,
+                "rollout_logprobs": completions.logprobs[part.rows]})
+        if not self.health.after_update(step + 1, i + 1, values, loss,
+                                        diagnose):
+          break
+      values |= {k: float(v) for k, v in to_host(total.finalize()).items()}
+    return values | gap | {"actor/update_skipped": skipped}
 
-  def _update(self, grads: Params) -> dict[str, jax.Array]:
+  def _update(self, grads: Params, loss: jax.Array) -> dict[str, jax.Array]:
     if self.residency is None:
-      return self.policy.update(grads)
-    return self.residency.update(self.policy, grads)
+      return self.policy.update(grads, loss)
+    return self.residency.update(self.policy, grads, loss)
 
   # -- supervised ------------------------------------------------------------
 
   def _supervised_step(self, examples: list[Example], step: int, timer):
-    del step
     with timer.phase("data", "host"):
       batch, groups = supervised.collect(
           self.model_config, examples, self._parts, self._spread)
     with timer.phase("update_actor"):
       values = supervised.update(
           self.policy, self.settings, batch, groups,
-          self.config.prompts_per_update, timer.timeline)
+          self.config.prompts_per_update, timer.timeline,
+          after_update=lambda number, part, new, loss: self.health.after_update(
+              step + 1, number, new, loss, functools.partial(
+                  nonfinite.of_supervised, self.policy, self.settings, batch,
+                  part)))
     values["perf/total_num_tokens"] = float(
         groups.lengths.sum() + batch.inputs.lengths.sum())
     return values, []

@@ -231,8 +231,11 @@ class SupervisedTest(_Case):
 class BadInputTest(_Case):
 
   @parameterized.parameters(
-      ("totl_steps=3", '--config.totl_steps: no such key. Did you mean "total'),
+      ("totl_steps=3",
+       "--config.totl_steps: no such key; did you mean total_steps?"),
       ("optimizer.lr=1", "--config.optimizer.lr: no such key"),
+      ("rolout.num_generations=1", "--config.rolout.num_generations: no such "
+       "key; did you mean --config.rollout.num_generations?"),
       ("optimizer.learning_rate=fast", ".*learning_rate=fast"),
       ("total_steps=1.5", ".*total_steps=1.5"),
       ("objective.loss_type=ppo", "config.objective.loss_type='ppo': expected"),
@@ -322,7 +325,7 @@ class BadInputTest(_Case):
       ("def get_config():\n  return {'a': 1}\n", ".*a ConfigDict, found dict"),
       ("import ml_collections\ndef get_config():\n"
        "  return ml_collections.ConfigDict({'steps': 1})\n",
-       "config.steps: no such key"),
+       "config.steps: no such key; did you mean total_steps?"),
       ("import ml_collections\ndef get_config():\n"
        "  return ml_collections.ConfigDict({'total_steps': '1'})\n",
        "config.total_steps='1': expected int"),
@@ -340,6 +343,17 @@ class BadInputTest(_Case):
     self.assertEqual(result.status, 1)
     self.assertRegex(result.err, f"^error: {message}")
     self.assertEqual(result.err.count("\n"), 1)
+
+  def test_key_that_the_file_lacks(self):
+    path = pathlib.Path(
+        self.enterContext(tempfile.TemporaryDirectory())) / "config.py"
+    path.write_text("import ml_collections\ndef get_config():\n"
+                    "  return ml_collections.ConfigDict({'total_steps': 1})\n")
+    result = commands.run("train", f"--config={path}", "--config.seed=1",
+                          f"--output_dir={self.out}")
+    self.assertEqual(
+        (result.status, result.err), (1, "error: --config.seed: the "
+        "configuration file does not have this key; set it there\n"))
 
   @parameterized.parameters("dapo", "grpo", "supervised")
   def test_config_files_of_the_project(self, name):
