@@ -51,8 +51,9 @@ class PhaseTimer:
 
 
 def rollout_metrics(batch: PromptBatch, completions: Completions,
-                    rewards: np.ndarray,
-                    scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+                    rewards: np.ndarray, scores: Sequence[Mapping[str, float]],
+                    episode_lengths: np.ndarray | None = None,
+                    ) -> dict[str, float]:
   """Numbers of a rollout under verl's names.
 
   Args:
@@ -60,21 +61,27 @@ def rollout_metrics(batch: PromptBatch, completions: Completions,
     completions: numpy, G of each.
     rewards: float [B, G].
     scores: of all samples in order, with "overall" among them.
+    episode_lengths: int [B, G], tokens after the prompts where those are more
+      than the completions: of episodes with several turns.
   """
   lengths = completions.lengths.reshape(-1)
   prompt_lengths = batch.inputs.lengths
   g = completions.lengths.shape[1]
   mixed = rewards.max(axis=1) != rewards.min(axis=1)
   size = batch.inputs.token_ids.size
-  values = {
+  num_tokens = lengths.sum()
+  values = {}
+  if episode_lengths is not None:
+    num_tokens = episode_lengths.sum()
+    values |= metrics.spread("episode_length", episode_lengths.reshape(-1))
+  values |= {
       **metrics.spread("critic/score", rewards.reshape(-1)),
       **metrics.spread("response_length", lengths),
       "response_length/clip_ratio": float(1 - completions.finished.mean()),
       **metrics.spread("prompt_length", prompt_lengths),
       "train/frac_reward_zero_std": float(1 - mixed.mean()),
       "actor/entropy": sampled_entropy(completions),
-      "perf/total_num_tokens": float(
-          lengths.sum() + prompt_lengths.sum() * g),
+      "perf/total_num_tokens": float(num_tokens + prompt_lengths.sum() * g),
       "perf/prompt_padding": float(1 - prompt_lengths.sum() / size),
   }
   for name, value in metrics.mean_scores(scores).items():

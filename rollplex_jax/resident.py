@@ -73,8 +73,11 @@ class Residency:
 
   @classmethod
   def of_run(cls, config: TrainConfig, model: ModelConfig,
-             places: Places | None) -> Residency:
-    """Of a run whose model lies on a mesh, or on one device."""
+             places: Places | None, max_turns: int = 1) -> Residency:
+    """Of a run whose model lies on a mesh, or on one device.
+
+    `max_turns` are its task's.
+    """
     dtype = config.policy.compute_dtype
     setup = Setup(config=model, dtype=dtype, reference_bits=(
         tensor_files.compressed_bits(config.reference.path)
@@ -91,7 +94,8 @@ class Residency:
         response_length=config.rollout.max_completion_length,
         micro_batch_size=config.micro_batch_size,
         prompts_per_update=config.prompts_per_update,
-        updates=config.updates_per_step,
+        updates=config.updates_per_step, max_turns=max_turns,
+        max_episode_length=config.rollout.max_episode_length,
         parts=1 if places is None else places.parts))
 
   def plan(self, batch: PromptBatch, facts: Facts, schedule: ScheduleConfig,

@@ -177,7 +177,8 @@ class Trainer:
   def _plan_residency(self, places: Places | None) -> Residency:
     """The plans of the run's steps. Refuses a budget before anything is loaded.
     """
-    residency = Residency.of_run(self.config, self.model_config, places)
+    residency = Residency.of_run(self.config, self.model_config, places,
+                                 self.task.max_turns)
     if self.config.residency.budget_gb:
       # Batches differ in length: this one stands for all, and each is planned
       # again before it runs.
@@ -313,7 +314,9 @@ class Trainer:
       advantages = np.asarray(objectives.group_advantages(
           jnp.asarray(rewards), self.objective))
       kept = kept_groups(self.config, rewards)
-    values = reports.rollout_metrics(batch, completions, rewards, scores)
+    values = reports.rollout_metrics(
+        batch, completions, rewards, scores,
+        episodes.suffix and episodes.suffix.lengths)
     values["train/groups"] = float(len(kept))
     if len(kept):
       groups = Groups.of(kept, completions, advantages, episodes.suffix,
