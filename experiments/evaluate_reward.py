@@ -21,7 +21,7 @@ from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation, evaluate
 from rollplex_jax.models import architectures
 from rollplex_jax.stages.sampling import SamplingConfig
-from rollplex_jax.tasks import make_task
+from rollplex_jax.tasks import Task, make_task
 
 
 def settings(data: str | None, reward: str, world: Sequence[str],
@@ -66,6 +66,13 @@ def _world(pairs: Sequence[str]) -> EnvironmentConfig:
   return from_config_dict(EnvironmentConfig, raw, "--world")
 
 
+def playing(task: Task) -> dict[str, Any]:
+  """What `evaluate` is told of a task whose episodes have several turns."""
+  if task.max_turns == 1:
+    return {}
+  return {"player": task.player(), "max_turns": task.max_turns}
+
+
 def run(config: DataConfig, model: Any, reference: Any, *, limit: int,
         max_completion_length: int, batch_size: int,
         progress: Callable) -> dict[str, Any]:
@@ -91,12 +98,9 @@ def run(config: DataConfig, model: Any, reference: Any, *, limit: int,
         max_completion_length=max_completion_length, temperature=0.0,
         eos_token_ids=inference.eos_token_ids(model.config, model.processor),
         banned_token_ids=model.config.vision_token_ids)
-    several = {}
-    if task.max_turns > 1:
-      several = dict(player=task.player(), max_turns=task.max_turns)
     return evaluate(
         model.params, model.config, model.processor, rows, task.score, sampling,
-        batch_size=batch_size, **several,
+        batch_size=batch_size, **playing(task),
         progress=progress("completing", -(-len(rows) // batch_size)))
 
   found = of(model)

@@ -45,7 +45,6 @@ from rollplex_jax.config import (
     from_config_dict,
     to_config_dict,
 )
-from rollplex_jax.data.babyai import MiniGridEnvironment
 from rollplex_jax.data.environments import PlanTask, Split
 from rollplex_jax.data.tokenizer import build_tokenizer
 from rollplex_jax.errors import InputError
@@ -55,6 +54,7 @@ from rollplex_jax.models import hf, vlm
 from rollplex_jax.models.config import ModelConfig, TextConfig, VisionConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
+from rollplex_jax.tasks import make_episode_task
 from rollplex_jax.trainer import Trainer
 
 _TOKENIZER_EPISODES = 300
@@ -256,11 +256,13 @@ def prepare_folder(output: pathlib.Path, overwrite: bool) -> None:
 
 
 def plan_task(config: EnvironmentConfig) -> PlanTask:
-  """The task of an environment config, outside of training."""
-  return PlanTask(
-      MiniGridEnvironment(config.level, size=config.image_size),
-      max_actions=config.max_actions, length_penalty=config.length_penalty,
-      must_stop=config.must_stop)
+  """The world of an environment config with whole plans, also where the
+  config has several turns."""
+  if config.max_turns > 1:
+    config = dataclasses.replace(
+        config, max_turns=1, actions_per_turn=1,
+        max_actions=config.max_turns * config.actions_per_turn)
+  return make_episode_task(config)
 
 
 def build_policy(folder: pathlib.Path, task: PlanTask, shape: ShapeConfig,
@@ -378,6 +380,8 @@ def summarize(config: QuickstartConfig, warm: dict, rl: dict, more: dict,
       "intervals": {f"success_{name}": list(rate[1:])
                     for name, rate in rates.items()},
       "level": config.environment.level,
+      "max_turns": config.environment.max_turns,
+      "actions_per_turn": config.environment.actions_per_turn,
       "eval_episodes": config.environment.eval_episodes,
       "demonstrations": config.demonstrations,
       "seed": config.seed,

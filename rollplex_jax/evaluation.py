@@ -70,11 +70,12 @@ def evaluate(params: Params, config: ModelConfig, processor: Processor,
   """
   start = time.perf_counter()
   if player is not None:
-    played = list(inference.play(
-        params, config, processor, rows, sampling, player, **kwargs))
-    return Evaluation([text for _, text, _ in played],
-                      [scores for *_, scores in played],
-                      time.perf_counter() - start)
+    texts, scores = [], []
+    for *_, episodes in inference.play(
+        params, config, processor, rows, sampling, player, **kwargs):
+      texts += episodes.texts
+      scores += episodes.scores
+    return Evaluation(texts, scores, time.perf_counter() - start)
   texts, seen, indices = [], [], []
   for example, (completion,) in inference.complete(
       params, config, processor, rows, sampling, **kwargs):

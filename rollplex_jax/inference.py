@@ -21,11 +21,12 @@ from rollplex_jax.full_passes import score_groups
 from rollplex_jax.models import architectures
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
-from rollplex_jax.samples import Groups, make_batch
+from rollplex_jax.samples import Groups, PromptBatch, make_batch
 from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.settings import Settings
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.sampling import SamplingConfig
+from rollplex_jax.turns import Episodes
 
 TOO_LONG = "longer than the model's positions"
 
@@ -118,7 +119,7 @@ def play(params: Params, config: ModelConfig, processor: Processor,
          rows: Sequence, sampling: SamplingConfig, player: EpisodePlayer, *,
          max_turns: int, max_length: int | None = None, batch_size: int = 8,
          seed: int = 0, progress: Callable = iter,
-         ) -> Iterator[tuple[Example, str, dict[str, float]]]:
+         ) -> Iterator[tuple[list[Example], PromptBatch, Episodes]]:
   """Plays one episode of each row, in their order.
 
   Args:
@@ -135,7 +136,7 @@ def play(params: Params, config: ModelConfig, processor: Processor,
     progress: wraps the iteration over batches.
 
   Yields:
-    Each row's example, its responses, a line for each, and its scores.
+    Of some rows at a time their examples, prompts and episodes, groups of one.
   """
   architectures.check_decodes(config, "checkpoint")
   batch_size = min(batch_size, len(rows))
@@ -151,7 +152,7 @@ def play(params: Params, config: ModelConfig, processor: Processor,
     episodes = turns.play(
         work, player, processor, [e.row for e in examples],
         [rows.where(e.index) for e in examples], max_length=max_length)
-    yield from zip(examples, episodes.texts, episodes.scores)
+    yield examples, batch, episodes
 
 
 def score(params: Params, config: ModelConfig, processor: Processor,

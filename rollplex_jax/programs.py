@@ -239,11 +239,11 @@ def head_logits(text, hidden) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="config")
 def response_logits(params, config, prompts, vision,
-                    responses: GroupResponses) -> jax.Array:
+                    responses: GroupResponses, observed=None) -> jax.Array:
   """float32 [b, g, R, V] logits of response tokens, over whole sequences."""
   hidden = full_sequence.response_hidden(
       params, config, prompts, vlm.vision_features(params, config, vision),
-      _flat(responses))
+      _flat(responses), observed)
   logits = decoder.logits(params["text"], hidden)
   return logits.reshape(*responses.token_ids.shape, -1)
 
