@@ -176,7 +176,7 @@ class DataConfig:
   reward_timeout: float = 10.0
   reward_memory_gb: float = 1.0
   reward_num_workers: int | None = None
-  reward_max_timeouts: int = 16
+  reward_max_timeouts: int = 8
   reward_dry_run: bool = True
   environment: EnvironmentConfig = dataclasses.field(
       default_factory=EnvironmentConfig)

@@ -56,7 +56,7 @@ class Limits:
   num_workers: int = 2
   timeout: float = 10.0
   memory_gb: float = 1.0
-  max_timeouts: int = 16
+  max_timeouts: int = 8
 
 
 @dataclasses.dataclass(frozen=True)
