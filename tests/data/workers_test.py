@@ -133,6 +133,8 @@ class WorkerPoolTest(parameterized.TestCase):
                      homes=[0, 0, 0])
     self.assertEqual(again[0], found[0])
     self.assertNotIn(again[2], found)
+    again = pool.run([("exits_hard", 1)] + [("place", 0)] * 4, homes=[1] * 5)
+    self.assertEqual(again[1:], [0, 1, 2, 3])
 
   def test_nothing_is_left_when_a_pool_ends(self):
     pool = _pool()
