@@ -24,8 +24,8 @@ from rollplex_jax.stages.sampling import SamplingConfig
 from rollplex_jax.tasks import Task, make_task
 
 
-def settings(data: str | None, reward: str, world: Sequence[str],
-             limit: int) -> DataConfig:
+def settings(data: str | None, reward: str, world: Sequence[str], limit: int,
+             *, timeout: float = DataConfig.reward_timeout) -> DataConfig:
   """Rows with a reward, or a world.
 
   Args:
@@ -33,6 +33,7 @@ def settings(data: str | None, reward: str, world: Sequence[str],
     reward: "module:function" for rows.
     world: KEY=VALUE of an EnvironmentConfig.
     limit: so many episodes; 0 for those of the world's settings.
+    timeout: seconds that the reward may take for a completion.
 
   Raises:
     InputError: naming the flag or file that is wrong.
@@ -51,7 +52,8 @@ def settings(data: str | None, reward: str, world: Sequence[str],
     workers = RewardWorkers(reward, Limits(num_workers=1))
     workers.check()
     workers.close()
-  return DataConfig(rows=data or "", reward=reward, environment=world)
+  return DataConfig(rows=data or "", reward=reward, reward_timeout=timeout,
+                    environment=world)
 
 
 def _world(pairs: Sequence[str]) -> EnvironmentConfig:

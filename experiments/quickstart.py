@@ -47,6 +47,7 @@ from rollplex_jax.config import (
 )
 from rollplex_jax.data.environments import PlanTask, Split
 from rollplex_jax.data.tokenizer import build_tokenizer
+from rollplex_jax.data.worlds import World
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation
 from rollplex_jax.loop import Run
@@ -54,7 +55,6 @@ from rollplex_jax.models import hf, vlm
 from rollplex_jax.models.config import ModelConfig, TextConfig, VisionConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
-from rollplex_jax.tasks import make_episode_task
 from rollplex_jax.trainer import Trainer
 
 _TOKENIZER_EPISODES = 300
@@ -262,7 +262,7 @@ def plan_task(config: EnvironmentConfig) -> PlanTask:
     config = dataclasses.replace(
         config, max_turns=1, actions_per_turn=1,
         max_actions=config.max_turns * config.actions_per_turn)
-  return make_episode_task(config)
+  return World.of(config).task()
 
 
 def build_policy(folder: pathlib.Path, task: PlanTask, shape: ShapeConfig,

@@ -42,7 +42,7 @@ def score(
   if rows:
     scores = score_texts(texts, repeat(e.row for e in rows.values()),
                          repeat(e.index for e in rows.values()))
-  lines = [_marked(line) for line in reports.sample_lines(
+  lines = [marked(line) for line in reports.sample_lines(
       step, list(rows.values()), texts, scores, g)]
   found: dict[int, tuple[list, list]] = {}
   for theirs in processes.exchange({
@@ -54,7 +54,8 @@ def score(
   return join(0), join(1)
 
 
-def _marked(line: dict[str, Any]) -> dict[str, Any]:
-  """A line whose "error" names what was wrong with its reward, if anything."""
+def marked(line: dict[str, Any]) -> dict[str, Any]:
+  """A sample's line whose "error" names what was wrong with its reward, if so.
+  """
   scores, error = fallbacks.split(line["scores"])
   return {**line, "scores": scores} | ({"error": error} if error else {})

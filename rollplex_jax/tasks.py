@@ -8,7 +8,6 @@ several turns. The trainer knows nothing else of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-import dataclasses
 import functools
 import threading
 from typing import Any, Protocol
@@ -168,9 +167,7 @@ class EpisodesTask:
     world = config.environment
     splits = {split.name.lower(): split for split in Split}
     self._count = world.eval_episodes
-    self._world = World(**{
-        field.name: getattr(world, field.name)
-        for field in dataclasses.fields(World)})
+    self._world = World.of(world)
     self._workers = _episode_workers(
         self._world, limits(config, world.num_workers))
     self._workers.check()

@@ -302,8 +302,8 @@ class Trainer:
     with timer.phase("reward", "host"):
       if episodes.scores is not None:
         scores, texts = episodes.scores, episodes.texts
-        lines = list(reports.sample_lines(
-            step + 1, examples, texts, scores, rollout.num_generations))
+        lines = [scoring_lib.marked(line) for line in reports.sample_lines(
+            step + 1, examples, texts, scores, rollout.num_generations)]
       else:
         scores, lines = scoring_lib.score(
             self.task.score, self.processor, examples, completions, step + 1,

@@ -31,6 +31,12 @@ class EpisodeWorkers:
     """
     self.name = f"environment {world.level or world.make}"
     self._pool = WorkerPool(serve_episodes, (world,), limits)
+    # Rows are read ahead while plans and turns are played.
+    self._rows = WorkerPool(
+      serve_episodes,
+      (world,),
+      dataclasses.replace(limits, num_workers=min(limits.num_workers, 1)),
+    )
     self._blank: dict[str, Any] | None = None
 
   def check(self) -> None:
@@ -78,7 +84,7 @@ class EpisodeWorkers:
     Returns:
       The row, or None without the demonstration that was asked for.
     """
-    (row,) = self._pool.run([("row", seed, blind, key, noise)])
+    (row,) = self._rows.run([("row", seed, blind, key, noise)])
     if isinstance(row, Failure):
       fallbacks.tell(row, f"episode {seed}")
       if key:

@@ -10,35 +10,22 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-import contextlib
 import dataclasses
-import fcntl
-import json
 import os
-import pickle
 import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
 import weakref
 
-from rollplex_jax.data.worker import HEADER, answer
+from rollplex_jax.data.functions import describe
+from rollplex_jax.data.worker import answer
+from rollplex_jax.data.worker_process import WorkerProcess
 
 _MAX_WORKERS = 4
 _FAILED_STARTS = 3
 _SLICE = 0.1  # Seconds after which a worker that is silent is looked at.
-_PIPE_BYTES = 1 << 20
 _PENDING = object()
-_PROGRAM = (
-  "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-  "from rollplex_jax.data.worker import main; main(*map(int, sys.argv[2:]))"
-)
-# The devices and the cores are the run's.
-_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +43,7 @@ class Limits:
   num_workers: int = 2
   timeout: float = 10.0
   memory_gb: float = 1.0
-  max_timeouts: int = 16
+  max_timeouts: int = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +93,15 @@ class WorkerPool:
     self.limits = limits
     self.start_timeout = start_timeout
     self.serving = (serve, tuple(arguments))
-    self.workers: list[_Worker | None] = [None] * limits.num_workers
+    self.workers: list[WorkerProcess | None] = [None] * limits.num_workers
     self._local: Callable | None = None
     self._lock = threading.Lock()
-    self._closer = weakref.finalize(self, _end_all, self.workers)
+    weakref.finalize(self, _end_all, self.workers)
 
   def close(self) -> None:
     """Ends all workers. Without it they end with the pool or the process."""
-    self._closer()
+    with self._lock:
+      _end_all(self.workers)
 
   def start(self) -> Failure | None:
     """Starts a worker, if none runs, and says why that failed if it did."""
@@ -158,120 +146,6 @@ class WorkerPool:
     return None if self._local else _value(answer(start, None))
 
 
-class _Worker:
-  """A process and the pipes to it.
-
-  Attributes:
-    replies: file descriptor to select on.
-    ready: it has started.
-    waiting: calls that were sent and have no reply yet, oldest first.
-    deadline: by when something has to come.
-    unsent: whether some of a request waits for room in its pipe.
-  """
-
-  def __init__(self, pool: WorkerPool):
-    theirs, self._requests = os.pipe()
-    self.replies, answers = os.pipe()
-    _enlarge(self.replies)
-    lifeline, self._lifeline = os.pipe()
-    ends = (theirs, answers, lifeline)
-    lasts = threading.current_thread() is threading.main_thread()
-    try:
-      # In a session of its own: it may be killed with all that it has started,
-      # and a terminal's interrupt doesn't reach it.
-      self._process = subprocess.Popen(
-        [
-          sys.executable, "-c", _PROGRAM, json.dumps(sys.path),
-          *map(str, ends), str(int(lasts)),
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=ends,
-        start_new_session=True,
-        env={**os.environ, **_ENVIRONMENT},
-      )
-    finally:
-      for descriptor in ends:
-        os.close(descriptor)
-    os.set_blocking(self._requests, False)
-    os.set_blocking(self.replies, False)
-    self.ready = False
-    self.waiting: collections.deque[int] = collections.deque()
-    self.deadline = time.monotonic() + pool.start_timeout
-    self._inbox, self._outbox = bytearray(), bytearray()
-    memory = int(pool.limits.memory_gb * (1 << 30))
-    self.send((*pool.serving, memory))
-    self.flush()
-
-  @property
-  def unsent(self) -> bool:
-    return bool(self._outbox)
-
-  @property
-  def requests(self) -> int:
-    return self._requests
-
-  def send(self, request: Any) -> None:
-    """Makes a request ready for `flush`."""
-    data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
-    self._outbox += HEADER.pack(len(data)) + data
-
-  def flush(self) -> None:
-    """Writes what there is room for."""
-    try:
-      while self._outbox:
-        del self._outbox[: os.write(self._requests, self._outbox)]
-    except BlockingIOError:
-      pass
-    except BrokenPipeError:
-      self._outbox.clear()  # It has ended; the pipe of replies will tell.
-
-  def receive(self) -> tuple[list[Any], bool]:
-    """Replies that have come, and whether more may come."""
-    is_open = True
-    try:
-      while data := os.read(self.replies, 1 << 20):
-        self._inbox += data
-      is_open = False
-    except BlockingIOError:
-      pass
-    found, start = [], 0
-    while len(self._inbox) - start >= HEADER.size:
-      (size,) = HEADER.unpack_from(self._inbox, start)
-      end = start + HEADER.size + size
-      if len(self._inbox) < end:
-        break
-      found.append(pickle.loads(self._inbox[start + HEADER.size : end]))
-      start = end
-    del self._inbox[:start]
-    return found, is_open
-
-  def has_ended(self) -> bool:
-    return self._process.poll() is not None
-
-  def status(self) -> str:
-    """How it ended, or that it goes on without its pipes."""
-    try:
-      status = self._process.wait(0.2)
-    except subprocess.TimeoutExpired:
-      return "closed the files of its process"
-    if status >= 0:
-      return f"ended its process with status {status}"
-    try:
-      return f"ended its process by {signal.Signals(-status).name}"
-    except ValueError:
-      return f"ended its process by signal {-status}"
-
-  def end(self) -> None:
-    """Kills it, and what it has started, and leaves nothing behind."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-      os.killpg(self._process.pid, signal.SIGKILL)
-    self._process.wait()
-    for descriptor in (self._requests, self.replies, self._lifeline):
-      os.close(descriptor)
-
-
 class _Run:
   """The calls of one `WorkerPool.run`, on their way."""
 
@@ -279,7 +153,7 @@ class _Run:
     self, pool, calls, homes, *, failed_starts=_FAILED_STARTS, timeouts=0
   ):
     self._pool, self._limits = pool, pool.limits
-    self._workers: list[_Worker | None] = pool.workers
+    self._workers: list[WorkerProcess | None] = pool.workers
     self._calls = calls
     self._found: list[Any] = [_PENDING] * len(calls)
     self._left = len(calls)
@@ -316,7 +190,9 @@ class _Run:
           continue
         if worker is None or (not worker.waiting and worker.has_ended()):
           self._end(i)
-          worker = self._workers[i] = _Worker(self._pool)
+          worker = self._start(i)
+          if worker is None:
+            continue
         if worker.ready and not worker.waiting:
           worker.deadline = time.monotonic() + self._limits.timeout
         call = queue.popleft()
@@ -327,6 +203,24 @@ class _Run:
     for worker in self._workers:
       if worker is not None and worker.unsent:
         worker.flush()
+
+  def _start(self, i: int) -> WorkerProcess | None:
+    """A new worker, or None if the machine has no room for one just now."""
+    try:
+      self._workers[i] = WorkerProcess(
+        *self._pool.serving, self._limits.memory_gb, self._pool.start_timeout
+      )
+    except OSError as error:
+      time.sleep(_SLICE)
+      self._note_failed_start(
+        Failure("exit", f"could not be started: {describe(error)}")
+      )
+    return self._workers[i]
+
+  def _note_failed_start(self, failure: Failure) -> None:
+    self._starts_left -= 1
+    if self._starts_left <= 0:
+      self._drop(failure)
 
   def _attend(self) -> None:
     """Waits for replies or a deadline, and deals with either."""
@@ -369,7 +263,7 @@ class _Run:
     worker.deadline = time.monotonic() + self._limits.timeout
     return bool(worker.waiting)
 
-  def _timeout(self, worker: _Worker) -> Failure:
+  def _timeout(self, worker: WorkerProcess) -> Failure:
     if not worker.ready:
       return Failure("timeout", "took more than "
                      f"{self._pool.start_timeout:g} s to start")
@@ -382,12 +276,10 @@ class _Run:
     again = list(worker.waiting)
     if worker.ready:
       self._note(again.pop(0), failure)
-    else:
-      self._starts_left -= 1
     self._queues[i].extendleft(reversed(again))
     self._end(i)
-    if self._starts_left <= 0:
-      self._drop(failure)
+    if not worker.ready:
+      self._note_failed_start(failure)
     self._skip_after_timeouts()
 
   def _skip_after_timeouts(self) -> None:
@@ -416,14 +308,7 @@ def _value(reply: tuple[str, Any]) -> Any:
   return value if kind == "ok" else Failure(kind, value)
 
 
-def _enlarge(pipe: int) -> None:
-  """Makes room for many frames, so that a worker need not wait to be heard."""
-  if hasattr(fcntl, "F_SETPIPE_SZ"):
-    with contextlib.suppress(OSError):  # A user's pipes have a limit.
-      fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-
-
-def _end_all(workers: list[_Worker | None]) -> None:
+def _end_all(workers: list[WorkerProcess | None]) -> None:
   for i, worker in enumerate(workers):
     if worker is not None:
       worker.end()

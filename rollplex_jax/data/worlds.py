@@ -36,6 +36,12 @@ class World:
   length_penalty: float = 0.3
   must_stop: bool = False
 
+  @classmethod
+  def of(cls, settings: Any) -> World:
+    """The world of an `EnvironmentConfig`, which has these fields and more."""
+    return cls(**{field.name: getattr(settings, field.name)
+                  for field in dataclasses.fields(cls)})
+
   def environment(self) -> Environment:
     """A new one. One of the user's own is tried out first.
 

@@ -69,6 +69,15 @@ class PlayerTest(parameterized.TestCase):
       kinds = [fallbacks.split(s)[1] for s in player.scores()]
     self.assertEqual(kinds, [None, "exception", "wrong_type"])
 
+  def test_a_world_that_failed_is_not_used_again(self):
+    player = _task(num_workers=0).player()
+    player.start([{"seed": 1}])
+    with self.assertLogs("absl", "WARNING"):
+      player.step(["raises"])
+      player.scores()
+    player.start([{"seed": 1}])
+    self.assertEqual(_shown(player.step(["on"])[0]), 1)
+
   def test_two_players_do_not_disturb_one_another(self):
     task = _task()
     one, other = task.player(), task.player()

@@ -12,6 +12,7 @@ from rollplex_jax.data.workers import Limits
 from rollplex_jax.data.worlds import World
 from rollplex_jax.errors import InputError
 from rollplex_jax.tasks import EpisodesTask
+from tests.data.counting_world import CountingWorld
 
 _LEVEL = "BabyAI-GoToLocalS6N2-v0"
 _MOVES = ("left", "right", "forward")
@@ -25,30 +26,6 @@ def _task(**options):
 def _frames(message):
   (video, *_) = message["content"]
   return np.stack(video["video"])
-
-
-class CountingWorld:
-  """Says a new number with every step and shows it; ends after six steps."""
-
-  actions = ("on", "win", "same")
-
-  def reset(self, seed):
-    self.time, self.seed, self.said = 0, seed, 0
-    return self._see()
-
-  def step(self, action):
-    self.time += 1
-    if action != "same":
-      self.said = self.time
-    won = action == "win"
-    return environments.Step(self._see(), float(won), won or self.time == 6)
-
-  def expert(self):
-    raise InputError("no teacher here")
-
-  def _see(self):
-    frame = np.full((2, 4, 4, 3), 10 * self.time + 1, np.uint8)
-    return environments.Observation(frame, f"number {self.said}")
 
 
 class EpisodeTest(parameterized.TestCase):
@@ -278,7 +255,7 @@ class OwnEnvironmentTest(parameterized.TestCase):
 
   def test_takes_the_place_of_a_level(self):
     world = EnvironmentConfig(
-      make="tests.data.episodes_test:CountingWorld", max_turns=3
+      make="tests.data.counting_world:CountingWorld", max_turns=3
     )
     player = EpisodesTask(DataConfig(environment=world)).player()
     player.start([{"seed": 0}, {"seed": 1}])

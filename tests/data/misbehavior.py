@@ -112,6 +112,15 @@ def returns_what_does_not_pickle(_):
   return Mine()
 
 
+_seen = []
+
+
+def place(value):
+  """Which of this worker's calls of the kind it is, from 0."""
+  _seen.append(value)
+  return len(_seen) - 1
+
+
 def process(_):
   return os.getpid()
 
@@ -126,7 +135,11 @@ class World:
   actions = ("on", "win", "forever", "raises", "exits_hard", "allocates",
              "nothing", "nan")
 
+  broken = False
+
   def reset(self, seed):
+    if self.broken:
+      raises("broken before")
     if seed % 100 == 13:
       raises(seed)
     if seed % 100 == 14:
@@ -141,6 +154,7 @@ class World:
     if action == "nan":
       return Step(self._see(), float("nan"), False)
     if action not in ("on", "win"):
+      self.broken = True
       globals()[action](2)
     won = action == "win"
     return Step(self._see(), float(won), won)
