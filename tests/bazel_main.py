@@ -18,6 +18,8 @@ _ROOT = pathlib.Path(__file__).absolute().parents[1]
 def main(path: str, marks: str) -> int:
   """Returns the exit status."""
   os.chdir(_ROOT)
+  if "TEST_TMPDIR" in os.environ:  # Libraries keep caches under it.
+    os.environ["HOME"] = os.environ["TEST_TMPDIR"]
   options = ["-m", marks, "-p", "no:cacheprovider", "--rootdir", str(_ROOT),
              "-c", str(_ROOT / "pyproject.toml")]
   if "TESTBRIDGE_TEST_ONLY" in os.environ:
