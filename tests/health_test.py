@@ -10,6 +10,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 import numpy as np
+import pytest
 from safetensors import numpy as safetensors
 
 from rollplex_jax import nonfinite, programs
@@ -20,7 +21,6 @@ from rollplex_jax.health import Health, HealthConfig
 from rollplex_jax.loop import Run
 from rollplex_jax.models.inputs import PromptInputs
 from rollplex_jax.placement.residency import ResidencyConfig
-from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.response import GroupResponses
 from rollplex_jax.trainer import Trainer
@@ -195,8 +195,7 @@ class SkippedUpdatesTest(parameterized.TestCase):
 
   def test_recovers_from_a_bad_reward(self):
     task = _BadRewards(1)
-    config = tiny_task.config(self.path, total_steps=2, schedule=ScheduleConfig(
-        name="rollplex"))
+    config = tiny_task.config(self.path, total_steps=2)
     trainer, _ = self.run_steps(config, task)
     before = jax.device_get(trainer.state)
     examples = next(trainer.batches())
@@ -223,25 +222,35 @@ class SkippedUpdatesTest(parameterized.TestCase):
 
   def test_stops_after_so_many_in_a_row(self):
     config = tiny_task.config(
-        self.path, total_steps=9, mini_batch_size=2, num_iterations=2,
-        health=HealthConfig(max_skipped_updates=3, max_entropy=0))
-    _, run = self.run_steps(config, _BadRewards(9, count=4))
-    # Two updates of four have the bad row.
-    run.train()
-    self.assertEqual([m["actor/update_skipped"] for m in self.metrics()],
-                     [2.0] * 9)
-    shutil.rmtree(self.out)
-    _, run = self.run_steps(dataclasses.replace(
-        config, mini_batch_size=0), _BadRewards(9, count=4))
-    self.expect_stop(run, r"step 2: 3 updates in a row were skipped "
+        self.path, total_steps=9, health=HealthConfig(max_skipped_updates=3))
+    _, run = self.run_steps(config, _BadRewards(9))
+    self.expect_stop(run, r"step 3: 3 updates in a row were skipped "
                      r"\(health.max_skipped_updates=3\), the last because the "
                      r"rewards are not finite in row \d sample 2; have the "
                      r"reward return finite numbers \(.*skipped_updates.jsonl")
     # Metrics and samples of the step that ended it are there.
     self.assertEqual([m["actor/update_skipped"] for m in self.metrics()],
-                     [2.0, 1.0])
-    self.assertLen((self.out / "samples.jsonl").read_text().splitlines(), 32)
+                     [1.0] * 3)
+    self.assertLen((self.out / "samples.jsonl").read_text().splitlines(), 48)
     self.assertEqual([r["in_a_row"] for r in self.records()], [1, 2, 3])
+
+  def test_each_update_of_a_step_counts(self):
+    # The first of two mini-batches is bad: never two in a row.
+    config = tiny_task.config(
+        self.path, total_steps=2, mini_batch_size=2,
+        health=HealthConfig(max_skipped_updates=2))
+    task = _BadRewards(9)
+    trainer, run = self.run_steps(config, task)
+    run.train()
+    self.assertEqual([m["actor/update_skipped"] for m in self.metrics()],
+                     [1.0] * 2)
+    self.assertEqual([(r["step"], r["update"], r["in_a_row"], r["rows"])
+                      for r in self.records()],
+                     [(1, 1, 1, task.calls[0][6:7]),
+                      (2, 1, 1, task.calls[1][6:7])])
+    self.assertEqual(int(trainer.state.step), 2)
+    self.assertEqual(int(trainer.state.skipped_steps), 2)
+    self.assertEqual(trainer.policy.version, 4)
 
   @parameterized.parameters(Algorithm.RL, Algorithm.SUPERVISED)
   def test_weights_that_are_not_finite(self, algorithm):
@@ -256,8 +265,7 @@ class SkippedUpdatesTest(parameterized.TestCase):
     self.assertLen(self.records()[0]["tensors"], 1)
     self.assertEqual(self.metrics()[-1]["actor/update_skipped"], 1.0)
 
-  @parameterized.parameters("serial", "rollplex")
-  def test_reference_that_is_not_finite_on_a_row(self, schedule):
+  def test_reference_that_is_not_finite_on_a_row(self):
     """The embedding of one row's own token is NaN in the reference only."""
     task, own = self.task_with_own_tokens()
 
@@ -265,10 +273,9 @@ class SkippedUpdatesTest(parameterized.TestCase):
       tensors["model.embed_tokens.weight"][own[2]] = np.nan
 
     config = tiny_task.config(
-        self.path, total_steps=1, micro_batch_size=4,
+        self.path, total_steps=1,
         reference=ReferenceConfig(path=self.broken(change)),
-        objective=ObjectiveConfig(loss_type="dapo", beta=0.1),
-        schedule=ScheduleConfig(name=schedule))
+        objective=ObjectiveConfig(loss_type="dapo", beta=0.1))
     _, run = self.run_steps(config, task)
     run.train()
     (record,) = self.records()
@@ -279,6 +286,7 @@ class SkippedUpdatesTest(parameterized.TestCase):
     self.assertIn("the log-probs under the reference are not finite in row 2 "
                   "sample 0, row 2 sample 1", record["reason"])
 
+  @pytest.mark.slow
   def test_layer_that_overflows_in_bfloat16(self):
     def change(tensors):
       for name in ("gate", "up"):
@@ -311,7 +319,7 @@ class SkippedUpdatesTest(parameterized.TestCase):
       return jax.tree.map(lambda a: a * np.float32(np.inf), out[0]), *out[1:]
 
     config = tiny_task.config(
-        self.path, total_steps=2, algorithm=algorithm, micro_batch_size=4,
+        self.path, total_steps=2, algorithm=algorithm,
         residency=ResidencyConfig(check=algorithm == Algorithm.RL))
     _, run = self.run_steps(config, task)
     with mock.patch.object(programs, name, overflow):
