@@ -7,13 +7,13 @@ command that is in neither fails.
 
 import contextlib
 import io
-import os
 import pathlib
 import re
 import runpy
-import shutil
 import sys
 import tempfile
+from unittest import mock
+import warnings
 
 from absl.testing import absltest, parameterized
 import pytest
@@ -32,6 +32,7 @@ _PAGES = {path.name: path for path in
 _SCALED = {
     "compress": (),
     "decompress": (),
+    "export": (),
     "evaluate": ("--window_length=24", "--limit=2", "--batch_size=2",
                  "--max_completion_length=4"),
     "generate": ("--max_completion_length=4",),
@@ -57,7 +58,7 @@ _NOT_RUN = {
                        "miniature of it",
     "make test": "runs this test",
     "make venv": "installs",
-    "make api": "needs pdoc, which docs/ names",
+    "make api": "test_api_builds runs pdoc",
     ". .venv/bin/activate": "this test runs in that environment",
     "pip install": "installs",
     "make gpu-check": "needs a GPU; gpu_check_test.py runs what a CPU can",
@@ -142,6 +143,22 @@ class LinksTest(parameterized.TestCase):
       self.assertTrue((_ROOT / name).exists(), msg=f"{page}: {name}")
 
 
+class ApiTest(absltest.TestCase):
+
+  @pytest.mark.slow
+  def test_api_builds(self):
+    pdoc = pytest.importorskip("pdoc", reason="needs pdoc, see "
+                               "requirements-test.txt")
+    modules = ("rollplex_jax.config", "rollplex_jax.schedule",
+               "legolm_jax.compress", "pallas_kernels")
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+      warnings.simplefilter("ignore")  # Of annotations in other packages.
+      pdoc.render.configure(docformat="google", show_source=False)
+      pdoc.pdoc(*modules, output_directory=pathlib.Path(folder))
+      page = pathlib.Path(folder, "rollplex_jax", "config.html").read_text()
+    self.assertIn("freeze_vision_tower", page)
+
+
 class CommandsTest(parameterized.TestCase):
 
   def setUp(self):
@@ -171,9 +188,12 @@ class CommandsTest(parameterized.TestCase):
     reason = reason_not_to_run(command)
     if reason:
       return
-    if command.words[0] == "python" and command.words[1].endswith(".py"):
-      with contextlib.redirect_stdout(io.StringIO()):
-        runpy.run_path(command.words[1], run_name="__main__")
+    if command.words[0] == "python" and command.words[1] != "-m":
+      with contextlib.redirect_stdout(io.StringIO()), own_modules(self.folder):
+        if command.words[1] == "-c":
+          exec(command.words[2], {})
+        else:
+          runpy.run_path(command.words[1], run_name="__main__")
       return
     self.assertIn(command.experiment, _SCALED, msg=(
         f"{command}: say in _SCALED how it is run, or in _NOT_RUN why not"))
@@ -196,6 +216,17 @@ def reason_not_to_run(command: documents.Command) -> str | None:
     if str(command).startswith(beginning):
       return reason
   return None
+
+
+@contextlib.contextmanager
+def own_modules(folder: pathlib.Path):
+  """Modules of the folder can be imported, and are forgotten afterwards."""
+  before = set(sys.modules)
+  with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+    yield
+  for name in set(sys.modules) - before:
+    if (folder / f"{name}.py").exists():
+      del sys.modules[name]
 
 
 def prepare(folder: pathlib.Path) -> None:
