@@ -10,7 +10,7 @@ import re
 import shlex
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_INDENTED = re.compile(r"(?<=\n\n)(?:^    .*\n|^\n(?=    ))+", re.MULTILINE)
+_INDENTED = re.compile(r"(?<=\n\n)(?:^    .*\n|^\n(?=\n*    ))+", re.MULTILINE)
 _SPAN = re.compile(r"`(python\s-m\s[^`]+)`")
 # The words with which a line begins that is to be typed into a shell.
 _PROGRAMS = ("python", "make", "pip", "git", "bazel", "sbatch", "head", ".")
