@@ -17,7 +17,7 @@ WORKERS ?= 2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # Two installations into one environment would clash.
-.PHONY: help venv quickstart test test-slow test-all lint goldens bench \
+.PHONY: help venv quickstart test test-slow test-all lint api goldens bench \
   gpu-check clean
 
 help: ## Lists the targets.
@@ -65,6 +65,10 @@ test-all: test test-slow ## Runs every test (at most 30 minutes on 2 cores).
 
 lint: $(VENV)/.test ## Checks style and likely mistakes.
 	$(VENV)/bin/ruff check .
+
+api: $(VENV)/.test ## Writes pages of all modules, from their docstrings, to build/api.
+	$(PY) -m pdoc --docformat google --no-show-source \
+	  --output-directory build/api rollplex_jax legolm_jax pallas_kernels
 
 # The reference's video processor needs torchvision, which nothing else does.
 goldens: ## Rebuilds the golden files (downloads 5 GB of torch and torchvision).

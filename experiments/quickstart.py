@@ -36,6 +36,7 @@ from experiments import (
 )
 from experiments.display import TrainDisplay
 from rollplex_jax import metrics as metrics_lib
+from rollplex_jax import small_policy
 from rollplex_jax.config import (
     Algorithm,
     EnvironmentConfig,
@@ -46,41 +47,16 @@ from rollplex_jax.config import (
     to_config_dict,
 )
 from rollplex_jax.data.environments import PlanTask, Split
-from rollplex_jax.data.tokenizer import build_tokenizer
 from rollplex_jax.data.worlds import World
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation
 from rollplex_jax.loop import Run
-from rollplex_jax.models import hf, vlm
-from rollplex_jax.models.config import ModelConfig, TextConfig, VisionConfig
+from rollplex_jax.small_policy import ShapeConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
 from rollplex_jax.trainer import Trainer
 
 _TOKENIZER_EPISODES = 300
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShapeConfig:
-  """The size of the policy.
-
-  Attributes:
-    hidden_size: of the decoder; its MLP is 3 times as wide.
-    num_layers: of the decoder.
-    vision_hidden_size: of the vision tower; its MLP is 2 times as wide.
-    vision_layers: of the tower; the last one attends over whole frames.
-    patch_size: side of a patch in pixels, here that of a tile.
-    merge_size: side of the square of patches that make one token.
-    vocab_size: most tokens of the tokenizer.
-  """
-
-  hidden_size: int = 64
-  num_layers: int = 4
-  vision_hidden_size: int = 96
-  vision_layers: int = 2
-  patch_size: int = 14
-  merge_size: int = 1
-  vocab_size: int = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,7 +251,7 @@ def build_policy(folder: pathlib.Path, task: PlanTask, shape: ShapeConfig,
     shape: size of the policy.
     seed: of the weights.
   """
-  texts = ["user", "assistant"] * 2  # Roles of the chat; seen twice, a token.
+  texts = []
   for i in range(_TOKENIZER_EPISODES):
     episode = Split.WARM_START.seed(i)
     texts.append(task.row(episode)["prompt"][0]["content"][-1]["text"])
@@ -283,43 +259,10 @@ def build_policy(folder: pathlib.Path, task: PlanTask, shape: ShapeConfig,
     if plan is not None:
       # A plan's first word has no space before it, all others do.
       texts += [plan, f" {plan}"]
-  assets = folder.with_name(f"{folder.name}_tokenizer")
-  tokens = build_tokenizer(
-      texts, shape.vocab_size, str(assets), patch_size=shape.patch_size,
-      merge_size=shape.merge_size,
+  small_policy.write(
+      folder, texts, shape, seed=seed,
       # The drawings are bright on black: black is nothing.
       image_mean=(0.0, 0.0, 0.0), image_std=(0.25, 0.25, 0.25))
-  d, v = shape.hidden_size, shape.vision_hidden_size
-  heads = 4
-  pairs = d // heads // 2  # That M-RoPE turns by time, row and column.
-  section = 3 * pairs // 8
-  config = ModelConfig(
-      text=TextConfig(
-          vocab_size=tokens["vocab_size"], hidden_size=d,
-          intermediate_size=3 * d, num_hidden_layers=shape.num_layers,
-          num_attention_heads=heads, num_key_value_heads=heads // 2,
-          # The published 1e6 spreads turns over a million positions, time
-          # first and columns last, and would leave the neighbors in a room of
-          # a few tiles a thousandth of a turn apart.
-          rope_theta=2.0,
-          mrope_section=(pairs - 2 * section, section, section),
-          tie_word_embeddings=True, initializer_range=0.05),
-      vision=VisionConfig(
-          depth=shape.vision_layers, hidden_size=v, intermediate_size=2 * v,
-          num_heads=heads, out_hidden_size=d, patch_size=shape.patch_size,
-          spatial_merge_size=shape.merge_size,
-          window_size=max(4, shape.merge_size) * shape.patch_size,
-          fullatt_block_indexes=(shape.vision_layers - 1,),
-          initializer_range=0.05),
-      image_token_id=tokens["<|image_pad|>"],
-      video_token_id=tokens["<|video_pad|>"],
-      vision_start_token_id=tokens["<|vision_start|>"],
-      vision_end_token_id=tokens["<|vision_end|>"],
-      eos_token_ids=(tokens["<|im_end|>"],))
-  hf.save_checkpoint(
-      folder, config, vlm.init_params(config, jax.random.key(seed)),
-      assets_from=assets)
-  shutil.rmtree(assets)
 
 
 def run_phase(config: TrainConfig, policy: pathlib.Path, output: pathlib.Path,

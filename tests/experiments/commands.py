@@ -30,6 +30,7 @@ _FLAG_MODULES = {
                  "experiments.compressed_weights"),
     "gpu_check": ("experiments.gpu_check",),
     "library_texts": ("experiments.library_texts",),
+    "make_policy": ("experiments.make_policy",),
     "plan": ("experiments.plan",),
     "score": ("experiments.score", "experiments.row_inputs",
               "experiments.compressed_weights"),
