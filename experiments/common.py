@@ -50,6 +50,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
     del argv
     _quiet_backends()
     absl_logging.get_absl_handler().setFormatter(_Plain())
+    absl_logging.get_absl_handler().addFilter(_is_news)
     _enable_compilation_cache()
     try:
       if _JSON.value:
@@ -81,6 +82,11 @@ class _Plain(logging.Formatter):
 
   def format(self, record: logging.LogRecord) -> str:
     return f"{record.levelname.lower()}: {record.getMessage()}"
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  """Orbax tells of every file that it opens."""
+  return record.levelno >= logging.WARNING or "orbax" not in record.pathname
 
 
 def fail(message: Any, status: int = 1) -> None:

@@ -100,10 +100,10 @@ class Checkpoints:
       path = self._path(step)
       if path.exists():
         return
-      named = {part: _named(tree) for part, tree in _parts(state).items()}
+      parts = {part: named(tree) for part, tree in _parts(state).items()}
       facts = {"format": FORMAT, "step": step, "facts": dict(facts),
                "tensors": {part: {n: _describe(a) for n, a in arrays.items()}
-                           for part, arrays in named.items()}}
+                           for part, arrays in parts.items()}}
       if self._writer is None:
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
       self._saving = step
@@ -113,7 +113,7 @@ class Checkpoints:
         self._writer.save(path, args=ocp.args.Composite(
             run=ocp.args.JsonSave(facts), **{
                 part: ocp.args.StandardSave(_host_copies(arrays))
-                for part, arrays in named.items()}))
+                for part, arrays in parts.items()}))
       except Exception as error:
         self._failed(error)
       if wait:
@@ -229,12 +229,12 @@ class Checkpoints:
     """
     parts = _parts(like)
     for part, tree in parts.items():
-      _check(checkpoint, part, _named(tree))
+      _check(checkpoint, part, named(tree))
     found = {}
     for part, tree in parts.items():
-      arrays = self.restore_part(checkpoint, part, _named(tree))
+      arrays = self.restore_part(checkpoint, part, named(tree))
       found[part] = jax.tree.structure(tree).unflatten(
-          [arrays[name] for name in _named(tree)])
+          [arrays[name] for name in named(tree)])
     return like.replace(params=found["params"], **found["optimizer"])
 
   def restore_part(self, checkpoint: Checkpoint, part: str,
@@ -260,19 +260,14 @@ class Checkpoints:
     return InputError(f"{path}: is not a whole checkpoint ({what}); {hint}")
 
 
-def params_like(tree: Any) -> dict[str, Any]:
-  """A tree's leaves by the names that they have in "params"."""
-  return _named(tree)
-
-
 def _parts(state: TrainState) -> dict[str, Any]:
   return {"params": state.params, "optimizer": {
       "step": state.step, "skipped_steps": state.skipped_steps,
       "opt_state": state.opt_state}}
 
 
-def _named(tree: Any) -> dict[str, Any]:
-  """Leaves by path, such as "text/layers/0/q"."""
+def named(tree: Any) -> dict[str, Any]:
+  """A tree's leaves by path, such as "text/layers/0/q"."""
   return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf
           for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 

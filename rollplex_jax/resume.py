@@ -86,7 +86,8 @@ def find(folder: str | os.PathLike, config: TrainConfig, *,
           f"{folder}: holds a run whose result these would change: "
           f"{'; '.join(changes)}; pass --allow_config_change to go on with "
           "them, or --overwrite to begin anew")
-    check_model(checkpoint, config)
+    check_models(checkpoint, policy=config.policy.path,
+                 reference=config.reference.path)
     return Found(checkpoint, tuple(changes))
   if (config.checkpoint.enabled and not (folder / "summary.json").exists()
       and _was_saving(folder / "config.json", config)):
@@ -124,44 +125,44 @@ def _was_saving(path: pathlib.Path, config: TrainConfig) -> bool:
 
 def facts(config: TrainConfig) -> dict[str, Any]:
   """What `find` compares, for a checkpoint: the configuration and the model."""
-  return {"config": _plain(config), "model": _identity(config)}
+  return {"config": _plain(config), "models": {
+      "policy": _identity(config.policy.path),
+      "reference": _identity(config.reference.path)}}
 
 
-def check_model(checkpoint: Checkpoint, config: TrainConfig) -> None:
-  """Compares a run's model and reference with those that it began with.
+def check_models(checkpoint: Checkpoint, **paths: str) -> None:
+  """Compares models with those that a run began with.
+
+  Args:
+    checkpoint: of the run.
+    **paths: folders of its "policy" and "reference", empty for none.
 
   Raises:
     InputError: naming the first key or tensor that differs.
   """
-  before, now = checkpoint.facts["model"], _identity(config)
-  for name in ("policy", "reference"):
-    path = getattr(config, name).path
+  for name, path in paths.items():
+    before, now = checkpoint.facts["models"][name], _identity(path)
     for kind, label in (("config", "config.json: "), ("tensors", "tensor ")):
-      was, found = before[name][kind], now[name][kind]
+      was, found = before[kind], now[kind]
       for key in [*was, *found]:
         if was.get(key) != found.get(key):
           raise InputError(
-              f"{name}.path={path}: is another model than the one that "
-              f"{checkpoint.path} was trained from: {label}{key} is "
+              f"{name}.path={path}: is another model than the one with which "
+              f"{checkpoint.path} began: {label}{key} is "
               f"{found.get(key, 'missing')}, expected {was.get(key, 'none')}")
 
 
-def _identity(config: TrainConfig) -> dict[str, Any]:
+def _identity(path: str) -> dict[str, dict[str, Any]]:
   """What tells one model from another, without reading all of it."""
-  out = {}
-  for name in ("policy", "reference"):
-    path = getattr(config, name).path
-    out[name] = {"config": {}, "tensors": {}}
-    if not path:
-      continue
-    model = dataclasses.asdict(hf.load_config(path))
-    out[name]["config"] = json.loads(json.dumps(
-        dict(_flat(model)), default=str))
-    files = CheckpointFolder(path)
-    out[name]["tensors"] = {
-        key: f"{info.dtype}{list(info.shape)} {_checksum(files.read(key))}"
-        for key, info in sorted(files.tensors.items())}
-  return out
+  if not path:
+    return {"config": {}, "tensors": {}}
+  model = dataclasses.asdict(hf.load_config(path))
+  files = CheckpointFolder(path)
+  return {
+      "config": json.loads(json.dumps(dict(_flat(model)), default=str)),
+      "tensors": {
+          key: f"{info.dtype}{list(info.shape)} {_checksum(files.read(key))}"
+          for key, info in sorted(files.tensors.items())}}
 
 
 def _checksum(tensor: np.ndarray) -> str:

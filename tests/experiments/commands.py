@@ -25,6 +25,7 @@ _FLAG_MODULES = {
     "compress": ("experiments.compress",),
     "decompress": ("experiments.decompress",),
     "evaluate": ("experiments.evaluate", "experiments.compressed_weights"),
+    "export": ("experiments.export",),
     "generate": ("experiments.generate", "experiments.row_inputs",
                  "experiments.compressed_weights"),
     "gpu_check": ("experiments.gpu_check",),
