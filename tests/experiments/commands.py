@@ -29,6 +29,7 @@ _FLAG_MODULES = {
     "generate": ("experiments.generate", "experiments.row_inputs",
                  "experiments.compressed_weights"),
     "gpu_check": ("experiments.gpu_check",),
+    "kill_runs": ("experiments.kill_runs",),
     "library_texts": ("experiments.library_texts",),
     "plan": ("experiments.plan",),
     "score": ("experiments.score", "experiments.row_inputs",
