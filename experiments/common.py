@@ -85,8 +85,8 @@ class _Plain(logging.Formatter):
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-  """Orbax tells of every file that it opens."""
-  return record.levelno >= logging.WARNING or "orbax" not in record.pathname
+  """Orbax tells of every file, and logs with tracebacks what it also raises."""
+  return "orbax" not in record.pathname
 
 
 def fail(message: Any, status: int = 1) -> None:
@@ -135,6 +135,8 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
 def _quiet_backends() -> None:
   """Which backends are not there is no news to a user."""
   logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+  # Orbax leaves the errors of all but one of a checkpoint's files to it.
+  logging.getLogger("asyncio").setLevel(logging.CRITICAL)
   # Where jax's CUDA plugin is installed to compile for GPUs elsewhere, it would
   # report, with a traceback, that libraries for running are missing.
   if not any(map(os.path.exists, _GPU_FILES)):

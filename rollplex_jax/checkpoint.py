@@ -11,6 +11,7 @@ A checkpoint is a folder with the step's number as its name:
     params/     master weights            } orbax's format, written by all
     optimizer/  moments and counters      } processes, each its own parts
     run/        facts as JSON: format, tensors, and what the run adds
+    files.json  bytes of each file, to know a copy that isn't whole
 
 It appears under its name when it is whole. Arrays are read into the shardings
 of whoever asks, whatever mesh or number of processes wrote them.
@@ -18,8 +19,9 @@ of whoever asks, whatever mesh or number of processes wrote them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -31,12 +33,14 @@ from typing import Any
 import jax
 
 from rollplex_jax.errors import InputError
+from rollplex_jax.metrics import write_json
 from rollplex_jax.placement import processes
 from rollplex_jax.stages.update import TrainState
 
 FORMAT = 1
 _DIGITS = 6
 _PARTS = ("params", "optimizer")
+_FILES = "files.json"
 # How orbax names a folder that it is writing, and we one that is to go.
 _WRITING, _GOING = ".orbax-checkpoint-tmp", ".removed"
 
@@ -110,6 +114,7 @@ class Checkpoints:
       try:
         if processes.is_first():
           self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_room(jax.tree.leaves(parts))
         self._writer.save(path, args=ocp.args.Composite(
             run=ocp.args.JsonSave(facts), **{
                 part: ocp.args.StandardSave(_host_copies(arrays))
@@ -155,6 +160,16 @@ class Checkpoints:
         if _WRITING in path.name or path.name.endswith(_GOING):
           shutil.rmtree(path, ignore_errors=True)
 
+  def _check_room(self, arrays: Sequence[jax.Array]) -> None:
+    """Asks beforehand: of the space that lacks, the writers tell at length."""
+    if jax.process_count() > 1:
+      return  # They could not agree to leave it.
+    need = sum(a.nbytes for a in arrays)
+    free = shutil.disk_usage(self.folder).free
+    if free < need:
+      raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (it takes "
+                    f"{need / 1e9:.3g} GB, {free / 1e9:.3g} are free)")
+
   def _finish(self) -> None:
     if self._saving is None:
       return
@@ -162,7 +177,11 @@ class Checkpoints:
       self._writer.wait_until_finished()
     except Exception as error:
       self._failed(error)
-    self._saving = None
+    path, self._saving = self._path(self._saving), None
+    if processes.is_first():
+      write_json(path / _FILES, {
+          str(file.relative_to(path)): file.stat().st_size
+          for file in sorted(path.rglob("*")) if file.is_file()})
 
   def _failed(self, error: Exception):
     step, self._saving = self._saving, None
@@ -202,10 +221,7 @@ class Checkpoints:
       raise InputError(f"{self.folder}: holds no checkpoint of step {step}; "
                        f"there are {', '.join(map(str, steps))}")
     path = self._path(step)
-    for name in ("_CHECKPOINT_METADATA", "run/metadata",
-                 *(f"{part}/_METADATA" for part in _PARTS)):
-      if not (path / name).is_file():
-        raise self._damaged(path, f"{name} is missing")
+    self._check_files(path)
     try:
       raw = json.loads((path / "run/metadata").read_text())
       version, tensors = raw["format"], raw["tensors"]
@@ -215,6 +231,21 @@ class Checkpoints:
       raise InputError(f"{path}: is of format {version}, expected {FORMAT}: "
                        "another version of the program wrote it")
     return Checkpoint(path, raw["step"], raw["facts"], tensors)
+
+  def _check_files(self, path: pathlib.Path) -> None:
+    """Whether a checkpoint's files are there and as long as they were."""
+    sizes = dict.fromkeys(("_CHECKPOINT_METADATA", "run/metadata", *(
+        f"{part}/_METADATA" for part in _PARTS)))
+    # Not there if the process ended just after the checkpoint was whole.
+    if (path / _FILES).exists():
+      sizes |= json.loads((path / _FILES).read_text())
+    for name, size in sizes.items():
+      found = (path / name).stat().st_size if (path / name).exists() else None
+      if found is None:
+        raise self._damaged(path, f"{name} is missing")
+      if size is not None and found != size:
+        raise self._damaged(
+            path, f"{name} has {found} bytes, expected {size}")
 
   def restore(self, checkpoint: Checkpoint, like: TrainState) -> TrainState:
     """The state of a checkpoint.
