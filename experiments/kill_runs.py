@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import common
-from experiments.run_comparison import compare
 from rollplex_jax.checkpoint import Checkpoints
 from rollplex_jax.data.tokenizer import build_tokenizer
 from rollplex_jax.errors import InputError
 from rollplex_jax.metrics import write_json
 from rollplex_jax.models import hf, vlm
 from rollplex_jax.models.config import ModelConfig, TextConfig
+from rollplex_jax.run_comparison import compare
 
 _KILLS = flags.DEFINE_integer(
     "kills", 20, "How often the run is killed.", lower_bound=1)

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.run_comparison import compare
 from rollplex_jax import metrics, resume, supervised
 from rollplex_jax.config import CheckpointConfig
 from rollplex_jax.errors import InputError
@@ -26,6 +25,7 @@ from rollplex_jax.interrupts import Interrupts, Stopped
 from rollplex_jax.loop import Run
 from rollplex_jax.placement.mesh import MeshConfig
 from rollplex_jax.placement.residency import ResidencyConfig
+from rollplex_jax.run_comparison import compare
 from rollplex_jax.run_export import export
 from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
