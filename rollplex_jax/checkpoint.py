@@ -78,6 +78,7 @@ class Checkpoints:
     self._saving: int | None = None
     self._writer = None
     self._lock = threading.Lock()
+    self._left_over = False
 
   # -- writing ---------------------------------------------------------------
 
@@ -101,6 +102,7 @@ class Checkpoints:
 
     with self._lock:
       self._finish()
+      self._clean_up()
       path = self._path(step)
       if path.exists():
         return
@@ -142,6 +144,16 @@ class Checkpoints:
     self.finish()
     return False
 
+  def close(self) -> None:
+    """Waits for the last save, and ends the writer's threads."""
+    try:
+      self.finish()
+    finally:
+      if self._writer is not None:
+        self._writer.close()
+        self._writer = None
+      self._clean_up()
+
   def prune(self, keep: int, best: Collection[int] = ()) -> None:
     """Removes all but the newest `keep` and those of the steps `best`."""
     if not processes.is_first():
@@ -159,6 +171,11 @@ class Checkpoints:
       for path in self.folder.iterdir():
         if _WRITING in path.name or path.name.endswith(_GOING):
           shutil.rmtree(path, ignore_errors=True)
+
+  def _clean_up(self) -> None:
+    if self._left_over:
+      self.clean()
+      self._left_over = False
 
   def _check_room(self, arrays: Sequence[jax.Array]) -> None:
     """Asks beforehand: of the space that lacks, the writers tell at length."""
@@ -185,7 +202,9 @@ class Checkpoints:
 
   def _failed(self, error: Exception):
     step, self._saving = self._saving, None
-    if jax.process_count() == 1:
+    # Other threads of the writer may still be at it: the rest goes later.
+    self._left_over = jax.process_count() == 1
+    if self._left_over:
       self.clean()  # A full disk needs the room.
     raise CheckpointError(
         f"{self._path(step)}: can't be written: {_reason(error)}") from error

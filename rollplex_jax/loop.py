@@ -20,19 +20,19 @@ import shutil
 import time
 from typing import Any
 
-from absl import logging
 import jax
 
 from rollplex_jax import metrics as metrics_lib
 from rollplex_jax import reference as reference_lib
 from rollplex_jax import reports, resume
-from rollplex_jax.checkpoint import CheckpointError, Checkpoints
+from rollplex_jax.checkpoint import Checkpoint
 from rollplex_jax.config import to_config_dict
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation
 from rollplex_jax.interrupts import Interrupts, Stopped
 from rollplex_jax.placement import processes
 from rollplex_jax.run_record import RunRecord
+from rollplex_jax.saver import Saver
 from rollplex_jax.trainer import Trainer
 
 
@@ -90,7 +90,7 @@ class Run:
     self._interrupts = interrupts or Interrupts()
     self._writes = processes.is_first()
     self._writer = metrics_lib.NoWriter()
-    self._checkpoints = Checkpoints(self.folder / "checkpoints")
+    self._saver: Saver | None = None
     self._several = jax.process_count() > 1
     self._rows = {name: len(rows) for name, rows in (
         ("train", trainer.task.train_rows), ("eval", trainer.task.eval_rows))
@@ -115,14 +115,18 @@ class Run:
     try:
       self._begin()
       self._loop()
-      self._save(wait=True)
+      self._saver.save(wait=True)
       self._trainer.save(self.folder / "policy")
     except Stopped:
       raise
     except Exception:
-      self._rescue()
+      if self._saver is not None and not self._several:
+        # The last finished step, if the one that failed left it as it was.
+        self._saver.save_beside(time.monotonic())
       raise
     finally:
+      if self._saver is not None:
+        self._saver.close()
       self._writer.close()
       self._compiled.close()
     summary = self._summary()
@@ -138,8 +142,8 @@ class Run:
         self._agree()
       if self._is_over():
         break
-      if self._save_is_due():
-        self._save()
+      if self._saver.is_due(self.record):
+        self._saver.save()
       self._step()
       self._agree()
 
@@ -152,18 +156,18 @@ class Run:
     config_tree = to_config_dict(config).to_dict()
     checkpoint = self.found and self.found.checkpoint
     batches = trainer.batches()
-    self._facts: dict[str, Any] = {}
-    if config.checkpoint.enabled:
-      self._facts = resume.facts(config) | {"rows": self._rows}
+    saver = Saver(self.folder / "checkpoints", trainer, {"rows": self._rows})
     if checkpoint is not None:
       self._check_rows(checkpoint)
       self.record = RunRecord.of(checkpoint.facts["record"])
       batches.set_state(self.record.position(
           jax.process_index(), jax.process_count(), trainer.rows_per_step))
       trainer.restore(
-          lambda like: self._checkpoints.restore(checkpoint, like),
+          lambda like: saver.checkpoints.restore(checkpoint, like),
           self.record.updates)
+      saver.saved = checkpoint.step
     if self._writes:
+      saver.checkpoints.clean()
       self._tidy()
       metrics_lib.write_json(self.folder / "config.json", config_tree)
       self._writer = metrics_lib.MetricsWriter(
@@ -175,15 +179,16 @@ class Run:
     # The order of rows is part of the run's state; what is read ahead is not.
     self._batches = batches
     self._before = dataclasses.replace(self.record)
-    self._saved = checkpoint and checkpoint.step
-    self._saved_at = time.perf_counter()
-    self._asked = self._save_time_came = self._out_of_time = False
+    self._out_of_time = False
+    self._saver = saver
     self._remember()
+    # A save by several processes needs them all, at the end of a step.
     self._interrupts.watch(
-        self._save_from_beside,
+        lambda last: saver.where(
+            not self._several and saver.save_beside(last)),
         config.checkpoint.exit_seconds if self._several else None)
 
-  def _check_rows(self, checkpoint) -> None:
+  def _check_rows(self, checkpoint: Checkpoint) -> None:
     """The rows are known by their numbers."""
     for name, count in checkpoint.facts["rows"].items():
       if self._rows.get(name) != count:
@@ -194,7 +199,6 @@ class Run:
 
   def _tidy(self) -> None:
     """Removes what a run that was killed left half-done."""
-    self._checkpoints.clean()
     for path in self.folder.glob(".policy.*"):
       shutil.rmtree(path, ignore_errors=True)
     if self.found is None:
@@ -255,21 +259,19 @@ class Run:
     Raises:
       Stopped: after a save, if any of them was told to stop.
     """
-    asks, due = self._interrupts, self._config.checkpoint.every_minutes * 60
+    asks, saver = self._interrupts, self._saver
     told = processes.exchange((
         asks.stop, asks.take_save(), self.record.is_out_of_time(self._config),
-        not self._is_saving() and 0 < due
-        <= time.perf_counter() - self._saved_at))
-    self._asked = self._asked or any(asked for _, asked, *_ in told)
-    self._out_of_time, self._save_time_came = told[0][2:]  # One clock decides.
+        saver.is_time()))
+    # One clock decides for all.
+    self._out_of_time, time_came = told[0][2:]
+    saver.asked |= time_came or any(asked for _, asked, *_ in told)
     signals = [stop for stop, *_ in told if stop is not None]
     if signals:
       asks.reached()
-      saved = self._save(wait=True)
-      raise Stopped(f"stopped by {signals[0].name} {self._where(saved)}",
+      saved = saver.save(wait=True)
+      raise Stopped(f"stopped by {signals[0].name} {saver.where(saved)}",
                     signals[0])
-
-  # -- checkpoints -----------------------------------------------------------
 
   def _remember(self) -> None:
     """Notes where the run is, for a save before anything else happens."""
@@ -285,113 +287,7 @@ class Run:
         before.wall_seconds + time.perf_counter() - self._started)
     record.compilations = before.compilations + self._compiled.count
     record.compile_seconds = before.compile_seconds + self._compiled.seconds
-    self._last = record.to_dict()
-
-  def _save_is_due(self) -> bool:
-    config, record = self._config.checkpoint, self.record
-    return (self._asked or self._save_time_came
-            or bool(config.every and record.step % config.every == 0)
-            or (record.is_evaluated
-                and record.step in record.best_steps(config.keep_best)))
-
-  def _save(self, *, wait: bool = False) -> bool:
-    """Saves the state after the last step, unless it is saved already.
-
-    Returns:
-      Whether it is. A save that fails is told, and tried again when the next
-      one is due: the disk may have room then.
-    """
-    config, step = self._config, self.record.step
-    self._asked = self._save_time_came = False
-    self._saved_at = time.perf_counter()
-    if not config.checkpoint.enabled or step == 0:
-      return False
-    (position,) = self._last["pipeline"]
-    record = self._last | {"pipeline": processes.exchange(position)}
-    try:
-      if self._saved != step:
-        self._checkpoints.save(
-            step, self._trainer.state, self._facts | {"record": record},
-            # What is compared with a plan must not be alive for a writer.
-            wait=wait or config.residency.check)
-        self._saved = step
-      if wait:
-        self._checkpoints.finish()
-        self._prune()
-    except CheckpointError as error:
-      self._failed(error)
-    return self._saved == step
-
-  def _is_saving(self) -> bool:
-    """Whether a checkpoint is being written. Looks after those that are."""
-    try:
-      if self._checkpoints.poll():
-        return True
-    except CheckpointError as error:
-      self._failed(error)
-    self._prune()
-    return False
-
-  def _prune(self) -> None:
-    config = self._config.checkpoint
-    self._checkpoints.prune(
-        config.keep, self.record.best_steps(config.keep_best))
-
-  def _failed(self, error: CheckpointError) -> None:
-    self._saved = None
-    if self._several:  # Others may wait for this one.
-      raise error
-    logging.warning("%s; the run goes on, and saves again when the next "
-                    "checkpoint is due", error)
-
-  def _rescue(self) -> None:
-    """Saves the last finished step of a run that fails, if that can be done."""
-    if not self._several and hasattr(self, "_last"):
-      self._save_beside(time.monotonic())
-
-  def _save_from_beside(self, last: float) -> str:
-    """Saves, from another thread, the state before the step that is running.
-
-    It is there until the step updates it; if that has begun, the end of the
-    step is waited for.
-
-    Args:
-      last: when to give up, in `time.monotonic`'s seconds.
-
-    Returns:
-      Where the run was stopped and what is saved.
-    """
-    return self._where(not self._several and self._save_beside(last))
-
-  def _save_beside(self, last: float) -> bool:
-    if not self._config.checkpoint.enabled or not self._last["step"]:
-      return False
-    policy = self._trainer.policy
-    while True:
-      with policy.lock:
-        if policy.version == self._last["updates"] and not any(
-            a.is_deleted() for a in jax.tree.leaves(self._trainer.state)):
-          try:
-            self._checkpoints.save(
-                self._last["step"], self._trainer.state,
-                self._facts | {"record": self._last}, wait=True)
-            return True
-          except CheckpointError as error:
-            logging.warning("%s", error)
-            return False
-      if time.monotonic() >= last:
-        return False
-      time.sleep(0.05)
-
-  def _where(self, saved: bool) -> str:
-    """How far the run came, for a line about its end."""
-    done = f"after step {self._last['step']} of {self._config.total_steps}"
-    if saved:
-      return f"{done}, which is saved: the same command goes on from there"
-    steps = self._checkpoints.steps()
-    return f"{done}; " + (
-        f"the last checkpoint is of step {steps[-1]}" if steps else
-        "there is no checkpoint yet")
+    self._saver.remember(record)
 
   # -- the end ---------------------------------------------------------------
 

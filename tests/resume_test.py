@@ -27,6 +27,7 @@ from rollplex_jax.placement.mesh import MeshConfig
 from rollplex_jax.placement.residency import ResidencyConfig
 from rollplex_jax.run_comparison import compare
 from rollplex_jax.run_export import export
+from rollplex_jax.saver import Saver
 from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
@@ -35,7 +36,8 @@ from tests.helpers import devices, tiny_checkpoint, tiny_task
 
 devices.use_virtual_devices()
 
-_REFERENCE = dict(objective=ObjectiveConfig(loss_type="dapo", beta=0.05))
+_REFERENCE = dict(objective=ObjectiveConfig(loss_type="dapo", beta=0.05),
+                  num_iterations=2)
 _MESH = dict(mesh=MeshConfig(data=4, training_tp=1, rollout_tp=2),
              schedule=ScheduleConfig(name="rollplex", prefix_source="window"))
 
@@ -90,8 +92,7 @@ class BitEqualTest(_Case):
 
   @parameterized.named_parameters(
       ("reference", _REFERENCE),
-      ("dynamic_sampling", dict(
-          gen_batch_size=6, num_iterations=2, mini_batch_size=2)),
+      ("dynamic_sampling", dict(train_batch_size=2, gen_batch_size=4)),
       ("supervised", dict(algorithm="supervised")))
   def test_resumed_run(self, kwargs):
     self.check(self.config(**kwargs))
@@ -150,6 +151,7 @@ class OtherDevicesTest(_Case):
     run._started, run._compiled = 0.0, metrics.CompileCounter()
     self.addCleanup(run._compiled.close)
     run._begin()
+    self.addCleanup(run._writer.close)
     self.assertEqual(run.record.step, 2)
     leaves = lambda t: jax.tree.leaves(jax.device_get(t))
     for a, b in zip(leaves(old.state), leaves(trainer.state), strict=True):
@@ -179,7 +181,7 @@ class RunFilesTest(_Case):
     run = self.run_of("run", config)
     best = run.record.best_steps(1)
     steps = sorted({*best, 3, 4})
-    self.assertEqual(run._checkpoints.steps(), steps)
+    self.assertEqual(run._saver.checkpoints.steps(), steps)
     self.assertEqual(export(self.folder / "run", self.folder / "out"), 4)
     for name in os.listdir(self.folder / "run" / "policy"):
       self.assertEqual((self.folder / "out" / name).read_bytes(),
@@ -227,7 +229,7 @@ class RunFilesTest(_Case):
 
   def test_a_run_that_ended_before_its_first_checkpoint_begins_again(self):
     config = self.config(checkpoint=CheckpointConfig(every=3, keep_best=0))
-    with mock.patch.object(Run, "_rescue"), mock.patch.object(
+    with mock.patch.object(
         Trainer, "step", side_effect=KeyboardInterrupt):
       with self.assertRaises(KeyboardInterrupt):
         self.run_of("resumed", config)
@@ -375,7 +377,7 @@ class FullDiskTest(_Case):
 
     def on_step(progress):
       if progress.step == 2:
-        run._checkpoints.finish()
+        run._saver.checkpoints.finish()
         self.limit(40_000)
       elif progress.step == 4:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
@@ -395,7 +397,7 @@ class FullDiskTest(_Case):
     config = self.config(checkpoint=CheckpointConfig(every=1, keep=4))
     self.run_of("whole", config)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with mock.patch.object(Run, "_rescue"):
+    with mock.patch.object(Saver, "save_beside"):
       with self.assertRaises(OSError) as caught:
         Run(Trainer(config, task=tiny_task.VowelTask(
             with_media=False, count=8)), self.folder / "resumed",
