@@ -84,6 +84,12 @@ class _Plain(logging.Formatter):
     return f"{record.levelname.lower()}: {record.getMessage()}"
 
 
+def _unraisable(found) -> None:
+  """Writes of a checkpoint that failed come back to a loop that is closed."""
+  if "Event loop is closed" not in str(found.exc_value):
+    sys.__unraisablehook__(found)
+
+
 def _is_news(record: logging.LogRecord) -> bool:
   """Orbax tells of every file, and logs with tracebacks what it also raises."""
   return "orbax" not in record.pathname
@@ -137,6 +143,7 @@ def _quiet_backends() -> None:
   logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
   # Orbax leaves the errors of all but one of a checkpoint's files to it.
   logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+  sys.unraisablehook = _unraisable
   # Where jax's CUDA plugin is installed to compile for GPUs elsewhere, it would
   # report, with a traceback, that libraries for running are missing.
   if not any(map(os.path.exists, _GPU_FILES)):

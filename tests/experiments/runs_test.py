@@ -10,6 +10,7 @@ import tempfile
 import time
 
 from absl.testing import absltest
+import jax
 import pytest
 
 from rollplex_jax.checkpoint import Checkpoints
@@ -33,6 +34,13 @@ def reward(completion, row):
 
 def setUpModule():
   devices.use_virtual_devices()
+
+
+def _environment():
+  env = os.environ | {"PYTHONPATH": str(_ROOT), "JAX_PLATFORMS": "cpu"}
+  if jax.config.jax_compilation_cache_dir:
+    env["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
+  return env
 
 
 class RunsTest(absltest.TestCase):
@@ -76,7 +84,7 @@ class RunsTest(absltest.TestCase):
         [sys.executable, "-m", "experiments.train", *self.flags(
             "total_steps=100000", "checkpoint.exit_seconds=9")],
         cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": str(_ROOT), "JAX_PLATFORMS": "cpu"})
+        env=_environment())
     self.addCleanup(process.communicate)
     self.addCleanup(process.kill)
     metrics = self.run / "metrics.jsonl"
@@ -113,8 +121,7 @@ class RunsTest(absltest.TestCase):
     done = subprocess.run(
         [sys.executable, "-m", "experiments.kill_runs", "--kills=2",
          "--steps=24", f"--json={out}"], cwd=_ROOT, capture_output=True,
-        text=True, check=False,
-        env=os.environ | {"PYTHONPATH": str(_ROOT), "JAX_PLATFORMS": "cpu"})
+        text=True, check=False, env=_environment())
     self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
     self.assertIn("are those of an undisturbed run", done.stdout)
     self.assertLen(json.loads(out.read_text())["kills"], 2)
