@@ -240,12 +240,16 @@ def wilson_interval(successes: int, trials: int,
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-  """Writes a JSON file whole or not at all."""
+  """Writes a JSON file whole or not at all; an OSError names it."""
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   work = path.with_name(f".{path.name}.{os.getpid()}")
-  work.write_text(json.dumps(value, indent=2) + "\n")
-  work.replace(path)
+  try:
+    work.write_text(json.dumps(value, indent=2) + "\n")
+    work.replace(path)
+  except OSError as error:
+    work.unlink(missing_ok=True)
+    raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _start_wandb(project, config, run_id):
