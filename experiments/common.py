@@ -16,9 +16,12 @@ from typing import Any
 from absl import app, flags
 from absl import logging as absl_logging
 import jax
+from ml_collections import config_flags
 import tqdm
 
 from experiments import processes
+from rollplex_jax import config_keys
+from rollplex_jax.config import to_config_dict
 from rollplex_jax.errors import InputError
 from rollplex_jax.metrics import write_json
 from rollplex_jax.placement.residency import BudgetError
@@ -38,12 +41,18 @@ _CACHE_BYTES = 4 << 30
 _GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
-def run(main: Callable[[], dict[str, Any] | None]) -> None:
+def run(main: Callable[[], dict[str, Any] | None], *,
+        config: type | None = None) -> None:
   """Runs a command and exits.
 
   Bad flags, `InputError`s and errors of the file system become one line on
   standard error and exit status 1. What `main` returns is written to the file
   that --json names.
+
+  Args:
+    main: the command.
+    config: the dataclass whose keys are flags such as --config.seed, if it has
+      one.
   """
 
   def wrapped(argv):
@@ -74,7 +83,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
         processes.end(error)
       raise
 
-  app.run(wrapped, flags_parser=_parse)
+  app.run(wrapped, flags_parser=lambda argv: _parse(argv, config))
 
 
 class _Plain(logging.Formatter):
@@ -104,19 +113,20 @@ def fail(message: Any, status: int = 1) -> None:
   sys.exit(status)
 
 
-def _parse(argv: list[str]) -> list[str]:
+def _parse(argv: list[str], config: type | None) -> list[str]:
   # A configuration that is None is warned about, and then refused in one line.
   logging.getLogger("absl").setLevel(logging.ERROR)
   try:
     rest = flags.FLAGS(argv)
   except Exception as error:  # A configuration file may raise anything.
-    fail(_flag_message(error, argv))
+    fail(_flag_message(error, argv, config))
   if len(rest) > 1:
     fail(f"unexpected argument {rest[1]!r}; flags are --name=value")
   return rest
 
 
-def _flag_message(error: Exception, argv: list[str]) -> str:
+def _flag_message(error: Exception, argv: list[str],
+                  config: type | None) -> str:
   """What is wrong with the flags, or with the file that --config names."""
   message = str(error.args[0] if error.args else error)
   if isinstance(error, SyntaxError):
@@ -127,12 +137,15 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
   if "no attribute 'get_config'" in message:
     return ("--config: expected a Python file with a function get_config, "
             "found none")
-  unknown = re.match(r"[\"'\\]*(\w+)[\"'\\]*", message)
-  hint = re.search(r"Did you mean.*\?", message)
-  for arg in argv[1:]:
-    flag = arg.split("=")[0]
-    if flag.endswith(f".{unknown and unknown[1]}"):
-      return f"{flag}: no such key. {hint[0] if hint else ''}"
+  if config is not None and not isinstance(error, flags.Error):
+    told = _unknown_key(argv, config)
+    if told:
+      return told
+    unknown = re.match(r"[\"'\\]*(\w+)[\"'\\]*", message)
+    for key in _config_keys(argv):  # The file may have fewer.
+      if unknown and unknown[1] in key.split("."):
+        return (f"--config.{key}: the configuration file does not have this "
+                "key; set it there")
   if isinstance(error, flags.Error):
     return message
   return f"--config: {type(error).__name__}: {message}"
@@ -154,6 +167,35 @@ def _enable_compilation_cache() -> None:
   if _CACHE.value and not jax.config.jax_compilation_cache_dir:
     jax.config.update("jax_compilation_cache_dir", _CACHE.value)
     jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
+
+
+def define_config(config: Any) -> flags.FlagHolder:
+  """Flags such as --config.seed for the keys of a config dataclass.
+
+  Args:
+    config: its defaults.
+  """
+  # The library looks the keys of the command line up as soon as it is called.
+  unknown = _unknown_key(sys.argv, type(config))
+  if unknown:
+    fail(unknown)
+  return config_flags.DEFINE_config_dict(
+      "config", to_config_dict(config), "The run's configuration.")
+
+
+def _config_keys(argv: list[str]) -> list[str]:
+  """The keys that --config flags name."""
+  return [flag[1] for arg in argv[1:]
+          if (flag := re.match(r"--?config\.([\w.]+)", arg))]
+
+
+def _unknown_key(argv: list[str], config: type) -> str | None:
+  """What to say of the first of those that does not exist."""
+  known = config_keys.key_paths(config)
+  for key in _config_keys(argv):
+    if key not in known:
+      return config_keys.no_such_key(config, key, "--config")
+  return None
 
 
 def required(flag: flags.FlagHolder) -> str:

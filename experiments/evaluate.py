@@ -30,6 +30,7 @@ from experiments import (
 )
 from legolm_jax import accounting, benchmarks, checkpoint, evaluate
 from rollplex_jax import programs
+from rollplex_jax.config import DataConfig
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import hf, hub
@@ -56,6 +57,9 @@ _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16"], "Of the parameters.")
 _REWARD = flags.DEFINE_string(
     "reward", "", "module:function or file.py:function, for rows.")
+_REWARD_TIMEOUT = flags.DEFINE_float(
+    "reward_timeout", DataConfig.reward_timeout,
+    "Seconds that --reward may take for a completion.", lower_bound=0.001)
 _LENGTH = flags.DEFINE_integer(
     "max_completion_length", 256, "Longest completion, in tokens.",
     lower_bound=1)
@@ -116,7 +120,8 @@ def _checked_task() -> Callable[[Model, Model | None], dict[str, Any]]:
   task = _TASK.value
   if task == "reward":
     settings = evaluate_reward.settings(
-        _DATA.value, _REWARD.value, _WORLD.value, _LIMIT.value)
+        _DATA.value, _REWARD.value, _WORLD.value, _LIMIT.value,
+        timeout=_REWARD_TIMEOUT.value)
     return lambda model, reference: evaluate_reward.run(
         settings, model, reference, limit=_LIMIT.value,
         max_completion_length=_LENGTH.value, batch_size=_BATCH.value, progress=common.progress)

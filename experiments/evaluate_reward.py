@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 import dataclasses
 import json
@@ -12,17 +13,19 @@ import ml_collections
 from legolm_jax.evaluate import mean_and_error
 from rollplex_jax import inference
 from rollplex_jax.config import DataConfig, EnvironmentConfig, from_config_dict
-from rollplex_jax.data.rewards import load_reward
+from rollplex_jax.data import fallbacks
+from rollplex_jax.data.reward_workers import RewardWorkers
 from rollplex_jax.data.rows import RowFile
+from rollplex_jax.data.workers import Limits
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation, evaluate
 from rollplex_jax.models import architectures
 from rollplex_jax.stages.sampling import SamplingConfig
-from rollplex_jax.tasks import make_task
+from rollplex_jax.tasks import Task, make_task
 
 
-def settings(data: str | None, reward: str, world: Sequence[str],
-             limit: int) -> DataConfig:
+def settings(data: str | None, reward: str, world: Sequence[str], limit: int,
+             *, timeout: float = DataConfig.reward_timeout) -> DataConfig:
   """Rows with a reward, or a world.
 
   Args:
@@ -30,23 +33,27 @@ def settings(data: str | None, reward: str, world: Sequence[str],
     reward: "module:function" for rows.
     world: KEY=VALUE of an EnvironmentConfig.
     limit: so many episodes; 0 for those of the world's settings.
+    timeout: seconds that the reward may take for a completion.
 
   Raises:
     InputError: naming the flag or file that is wrong.
   """
   world = _world(world)
-  if not (data or world.level):
+  if not (data or world.name):
     raise InputError("--data is not set: expected rows, or a level in "
                      "--world=level=LEVEL")
   if data and not reward:
     raise InputError("--reward is not set: expected module:function or "
                      "file.py:function")
-  if limit and world.level:
+  if limit and world.name:
     world = dataclasses.replace(world, eval_episodes=limit)
   if data:
     RowFile(data)
-    load_reward(reward)
-  return DataConfig(rows=data or "", reward=reward, environment=world)
+    workers = RewardWorkers(reward, Limits(num_workers=1))
+    workers.check()
+    workers.close()
+  return DataConfig(rows=data or "", reward=reward, reward_timeout=timeout,
+                    environment=world)
 
 
 def _world(pairs: Sequence[str]) -> EnvironmentConfig:
@@ -59,6 +66,13 @@ def _world(pairs: Sequence[str]) -> EnvironmentConfig:
     except (ValueError, TypeError):
       raw[name] = value
   return from_config_dict(EnvironmentConfig, raw, "--world")
+
+
+def playing(task: Task) -> dict[str, Any]:
+  """What `evaluate` is told of a task whose episodes have several turns."""
+  if task.max_turns == 1:
+    return {}
+  return {"player": task.player(), "max_turns": task.max_turns}
 
 
 def run(config: DataConfig, model: Any, reference: Any, *, limit: int,
@@ -88,7 +102,7 @@ def run(config: DataConfig, model: Any, reference: Any, *, limit: int,
         banned_token_ids=model.config.vision_token_ids)
     return evaluate(
         model.params, model.config, model.processor, rows, task.score, sampling,
-        batch_size=batch_size,
+        batch_size=batch_size, **playing(task),
         progress=progress("completing", -(-len(rows) // batch_size)))
 
   found = of(model)
@@ -97,6 +111,8 @@ def run(config: DataConfig, model: Any, reference: Any, *, limit: int,
   out["reward"], out["reward_stderr"] = mean_and_error(values)
   if found.success is not None:
     out["success"], out["success_low"], out["success_high"] = found.success
+  out["reward_errors"] = dict(collections.Counter(
+      kind for _, kind in map(fallbacks.split, found.scores) if kind))
   if reference is not None:
     base = of(reference)
     before = [s["overall"] for s in base.scores]

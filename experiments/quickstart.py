@@ -26,7 +26,6 @@ import time
 
 from absl import flags
 import jax
-from ml_collections import config_flags
 
 from experiments import (
     common,
@@ -47,9 +46,9 @@ from rollplex_jax.config import (
     from_config_dict,
     to_config_dict,
 )
-from rollplex_jax.data.babyai import MiniGridEnvironment
 from rollplex_jax.data.environments import PlanTask, Split
 from rollplex_jax.data.tokenizer import build_tokenizer
+from rollplex_jax.data.worlds import World
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation
 from rollplex_jax.loop import Run
@@ -136,8 +135,7 @@ class QuickstartConfig:
         raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
 
 
-_CONFIG = config_flags.DEFINE_config_dict(
-    "config", to_config_dict(QuickstartConfig()), "The run's configuration.")
+_CONFIG = common.define_config(QuickstartConfig())
 _OUTPUT = flags.DEFINE_string(
     "output_dir", "runs/quickstart", "Folder for the run's files.")
 _OVERWRITE = flags.DEFINE_bool(
@@ -261,11 +259,13 @@ def prepare_folder(output: pathlib.Path, overwrite: bool) -> None:
 
 
 def plan_task(config: EnvironmentConfig) -> PlanTask:
-  """The task of an environment config, outside of training."""
-  return PlanTask(
-      MiniGridEnvironment(config.level, size=config.image_size),
-      max_actions=config.max_actions, length_penalty=config.length_penalty,
-      must_stop=config.must_stop)
+  """The world of an environment config with whole plans, also where the
+  config has several turns."""
+  if config.max_turns > 1:
+    config = dataclasses.replace(
+        config, max_turns=1, actions_per_turn=1,
+        max_actions=config.max_turns * config.actions_per_turn)
+  return World.of(config).task()
 
 
 def build_policy(folder: pathlib.Path, task: PlanTask, shape: ShapeConfig,
@@ -383,6 +383,8 @@ def summarize(config: QuickstartConfig, warm: dict, rl: dict, more: dict,
       "intervals": {f"success_{name}": list(rate[1:])
                     for name, rate in rates.items()},
       "level": config.environment.level,
+      "max_turns": config.environment.max_turns,
+      "actions_per_turn": config.environment.actions_per_turn,
       "eval_episodes": config.environment.eval_episodes,
       "demonstrations": config.demonstrations,
       "seed": config.seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import itertools
 import pathlib
 from typing import Any
 
@@ -92,11 +93,19 @@ def draw_episodes(path: pathlib.Path, config: EnvironmentConfig,
 
 def _shown_episode(world: MiniGridEnvironment, seed: int, text: str,
                    config: EnvironmentConfig) -> tuple[Episode, str]:
-  """An episode as far as it is played, and how it ended."""
+  """An episode as far as it is played, and how it ended.
+
+  Of several turns `text` has a line for each; what came of each of them the
+  policy saw before it wrote the next.
+  """
   plan = text.split()
   known = set(world.actions).issuperset(plan)
-  if not (known and 1 <= len(plan) <= config.max_actions):
+  if config.max_turns == 1 and not (
+      known and 1 <= len(plan) <= config.max_actions):
     return play(world, seed, ()), "no valid plan"
+  if not known:
+    known = itertools.takewhile(set(world.actions).__contains__, plan)
+    return play(world, seed, known), "no valid action"
   episode = play(world, seed, plan)
   if not episode.reward:
     return episode, "not there"
@@ -148,9 +157,13 @@ def describe(summary: Mapping[str, Any], output: pathlib.Path) -> str:
   share = ", ".join(
       f"{label} {parts[name] / max(rl, 1e-9):.0%}"
       for name, label in names.items() if name in parts)
+  how = "whole plans from one look"
+  if summary["max_turns"] > 1:
+    how = (f"in up to {summary['max_turns']} turns of "
+           f"{summary['actions_per_turn']} actions")
   return f"""
 A policy of {summary['num_parameters'] / 1e6:.1f} M parameters learned to act in a world
-it sees: {summary['level']}, whole plans from one look.
+it sees: {summary['level']}, {how}.
 Success on {summary['eval_episodes']} held-out episodes (95 % interval):
 
   after the warm start on {summary['demonstrations']:>6,} demonstrations   {rate('success_before')}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import itertools
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,7 @@ from rollplex_jax.data.processor import Processor
 from rollplex_jax.evaluation import evaluate as evaluate_rows
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
-from rollplex_jax.samples import make_batch
-from rollplex_jax.stages.response import GroupResponses
+from rollplex_jax.samples import Groups, make_batch, micro_batches
 from rollplex_jax.stages.sampling import SamplingConfig
 from rollplex_jax.tasks import make_task
 
@@ -80,9 +80,10 @@ def spread(windows: np.ndarray, limit: int) -> np.ndarray:
 
 
 class Episodes:
-  """Held-out episodes of a world, with the model's own greedy plans.
+  """Held-out episodes of a world, with the model's own greedy responses.
 
-  A plan's tokens are scored; every plan counts the same, however long.
+  The tokens of a plan, or of all turns, are scored; every episode counts the
+  same, however long.
   """
 
   def __init__(self, config: ModelConfig, processor: Processor,
@@ -99,33 +100,49 @@ class Episodes:
         max_completion_length=max_completion_length, temperature=0.0,
         eos_token_ids=inference.eos_token_ids(config, processor),
         banned_token_ids=config.vision_token_ids)
-    self._batches, self.tokens, waiting = [], 0, []
-    for example, (completion,) in inference.complete(
-        reference, config, processor, self._task.eval_rows, self._sampling,
-        batch_size=batch_size):
-      waiting.append((example, completion.token_ids))
-      if len(waiting) == batch_size:
-        self._batches.append(self._batch(waiting))
-        waiting = []
-    if waiting:
-      self._batches.append(self._batch(waiting))
+    self._playing = evaluate_reward.playing(self._task)
+    self._batches, self.tokens = [], 0
+    play = self._episodes if self._playing else self._plans
+    for batch, groups in play():
+      # Rows that fill a batch up have neither prompt nor response.
+      (item,) = micro_batches(groups, 0)
+      self.tokens += int(groups.lengths.sum())
+      rows = batching.take_rows(batch.inputs, item.rows)
+      self._batches.append(
+          (rows, batch.vision, *item.observed(config, 1), len(groups)))
 
-  def _batch(self, items):
-    examples, token_ids = zip(*items)
-    self.tokens += sum(map(len, token_ids))
-    batch = make_batch(
-        self._config, [e.prompt for e in examples], [e.index for e in examples],
-        num_rows=self._batch_size)
-    ids, lengths = batching.stack_responses(
-        token_ids, num_rows=self._batch_size)
-    return batch, GroupResponses(ids[:, None], lengths[:, None]), len(items)
+  def _plans(self):
+    """Batches of prompts, and the reference's responses as groups of one."""
+    completed = inference.complete(
+        self._reference, self._config, self._processor, self._task.eval_rows,
+        self._sampling, batch_size=self._batch_size)
+    while items := list(itertools.islice(completed, self._batch_size)):
+      batch = make_batch(
+          self._config, [e.prompt for e, _ in items],
+          [e.index for e, _ in items])
+      ids, lengths = batching.stack_responses(
+          [completion.token_ids for _, (completion,) in items])
+      yield batch, Groups(
+          rows=np.arange(len(items), dtype=np.int32), token_ids=ids[:, None],
+          lengths=lengths[:, None],
+          advantages=np.zeros((len(items), 1), np.float32))
+
+  def _episodes(self):
+    """The same of episodes of several turns."""
+    for examples, batch, episodes in inference.play(
+        self._reference, self._config, self._processor, self._task.eval_rows,
+        self._sampling, batch_size=self._batch_size, **self._playing):
+      yield batch, Groups.of(
+          np.arange(len(examples)), episodes.completions,
+          np.zeros((len(examples), 1), np.float32), episodes.suffix,
+          episodes.media)
 
   def compare(self, params: Params) -> evaluate.Comparison:
     """A model beside the reference."""
     found = []
-    for batch, responses, count in self._batches:
+    for prompts, vision, responses, observed, count in self._batches:
       ours, theirs = (programs.response_logits(
-          p, self._config, batch.inputs, batch.vision, responses)[:count, 0]
+          p, self._config, prompts, vision, responses, observed)[:count, 0]
                       for p in (params, self._reference))
       values = evaluate.token_statistics(
           ours, theirs, responses.token_ids[:count, 0],
@@ -134,9 +151,10 @@ class Episodes:
     return evaluate.comparison(found, self.tokens)
 
   def outcomes(self, params: Params) -> dict[str, dict[str, Any]]:
-    """Episode by episode: whether a greedy plan succeeds."""
+    """Episode by episode: whether it succeeds, played greedily."""
     found = evaluate_rows(
         params, self._config, self._processor, self._task.eval_rows,
-        self._task.score, self._sampling, batch_size=self._batch_size)
+        self._task.score, self._sampling, batch_size=self._batch_size,
+        **self._playing)
     return {"world": {"success": np.array(
         [s.get("success", s["overall"]) for s in found.scores], np.float64)}}

@@ -48,8 +48,9 @@ _WANDB = flags.DEFINE_string(
 
 # What marks a folder as a run's, and all that a run writes.
 _MARKS = ("checkpoints", "metrics.jsonl")
-_RUN_FILES = (*_MARKS, "samples.jsonl", "summary.json", "config.json",
-              "tensorboard", "timeline", "policy")
+_RUN_FILES = (*_MARKS, "samples.jsonl", "skipped_updates.jsonl",
+              "summary.json", "config.json", "tensorboard", "timeline",
+              "policy")
 
 
 def main():
@@ -284,4 +285,4 @@ def describe(summary) -> str:
 
 
 if __name__ == "__main__":
-  common.run(main)
+  common.run(main, config=TrainConfig)

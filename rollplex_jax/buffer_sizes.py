@@ -39,7 +39,10 @@ class Workload:
     num_prompts: B.
     prompt_length: P, to which prompts are padded.
     num_generations: G completions of each.
-    response_length: R, the longest.
+    response_length: R, the longest; of one turn.
+    max_turns: responses of an episode.
+    max_episode_length: most tokens of an episode after its prompt; 0 where
+      there is no limit: then observations are taken to be as long as prompts.
     num_features: rows of merged vision features, of all prompts.
     micro_batch_size: samples per pass; 0 for all of an update.
     prompts_per_update: 0 for all.
@@ -56,6 +59,16 @@ class Workload:
   prompts_per_update: int = 0
   updates: int = 1
   parts: int = 1
+  max_turns: int = 1
+  max_episode_length: int = 0
+
+  @property
+  def history_length(self) -> int:
+    """What later turns of an episode may have before them, in tokens."""
+    if self.max_turns == 1:
+      return 0
+    return self.max_episode_length or (self.max_turns - 1) * (
+        self.response_length + self.prompt_length)
 
   @functools.cached_property
   def training_passes(self) -> tuple[tuple[tuple[int, int], ...], int]:
@@ -196,6 +209,11 @@ class Sizes:
     """Keys and values of responses while they are decoded."""
     return self._kv(self.work.num_prompts * self.work.num_generations,
                     self.work.response_length, True, None)
+
+  def history(self) -> int:
+    """Keys and values of earlier turns, during a rollout."""
+    return self._kv(self.work.num_prompts * self.work.num_generations,
+                    self.work.history_length, True, None)
 
   def _kv(self, rows, length, rollout, dtype):
     text = self.setup.config.text

@@ -19,7 +19,18 @@ import jax
 import ml_collections
 from ml_collections import config_dict
 
+from rollplex_jax import config_keys
+from rollplex_jax.data.settings import (
+  DataConfig as DataConfig,
+)
+from rollplex_jax.data.settings import (
+  EnvironmentConfig as EnvironmentConfig,
+)
+from rollplex_jax.data.settings import (
+  check_least as _check_least,
+)
 from rollplex_jax.errors import InputError
+from rollplex_jax.health import HealthConfig
 from rollplex_jax.placement.mesh import MeshConfig
 from rollplex_jax.placement.residency import ResidencyConfig
 from rollplex_jax.schedule import PrefixSource, ScheduleConfig, ScheduleName
@@ -69,82 +80,16 @@ class ReferenceConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EnvironmentConfig:
-  """A world in place of rows. No `level`, no environment.
-
-  Attributes:
-    level: a MiniGrid or BabyAI id, such as BabyAI-GoToObjS6-v1.
-    image_size: side of the square frames, in pixels.
-    max_actions: longest plan that is executed.
-    length_penalty: share of the reward that a plan of max_actions loses.
-    must_stop: a plan that goes on after success fails.
-    noise: probability that a demonstration has one wrong action.
-    num_episodes: start states to train on, each with its own seed.
-    eval_episodes: held-out start states.
-    first_episode: index of the first training start state.
-    train_split: "train" or "warm_start": which seeds to train on.
-  """
-
-  level: str = ""
-  image_size: int = 56
-  max_actions: int = 12
-  length_penalty: float = 0.3
-  must_stop: bool = False
-  noise: float = 0.0
-  num_episodes: int = 1 << 20
-  eval_episodes: int = 512
-  first_episode: int = 0
-  train_split: str = "train"
-
-  def __post_init__(self):
-    _check_least(self, 1, "image_size", "max_actions", "num_episodes")
-    _check_least(self, 0, "eval_episodes", "first_episode")
-    for name in ("length_penalty", "noise"):
-      if not 0 <= getattr(self, name) <= 1:
-        raise InputError(
-            f"{name}={getattr(self, name)}: expected between 0 and 1")
-    if self.train_split not in ("train", "warm_start"):
-      raise InputError(
-          f"train_split={self.train_split!r}: expected train or warm_start")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
-  """What is learned from: rows with a reward function, or an environment.
-
-  Attributes:
-    rows: JSONL file to train on.
-    eval_rows: held-out JSONL file; empty for no evaluation.
-    reward: "module:function" or "file.py:function"; for RL on rows.
-    environment: a world in place of rows and reward.
-    max_prompt_length: longest prompt in tokens; a longer one is refused, never
-      cut. 0 for no limit.
-    skip_bad_rows: leave bad rows out, counted by reason, instead of stopping.
-  """
-
-  rows: str = ""
-  eval_rows: str = ""
-  reward: str = ""
-  environment: EnvironmentConfig = dataclasses.field(
-      default_factory=EnvironmentConfig)
-  max_prompt_length: int = 0
-  skip_bad_rows: bool = False
-
-  def __post_init__(self):
-    _check_least(self, 0, "max_prompt_length")
-    if self.rows and self.environment.level:
-      raise InputError(
-          f"rows={self.rows}: expected no rows beside "
-          f"environment.level={self.environment.level}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
   """How completions are drawn.
 
   Attributes:
     num_generations: completions per prompt.
     max_completion_length, temperature, top_k, top_p: as in `SamplingConfig`.
+      In episodes of several turns the length is that of one response.
+    max_episode_length: most tokens of an episode after its prompt, later
+      observations included. One that leaves no room for an answer is not
+      shown, and the episode ends there. 0 for no limit.
   """
 
   num_generations: int = 8
@@ -152,10 +97,15 @@ class RolloutConfig:
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
+  max_episode_length: int = 0
 
   def __post_init__(self):
     _check_least(self, 1, "num_generations", "max_completion_length")
-    _check_least(self, 0, "top_k")
+    _check_least(self, 0, "top_k", "max_episode_length")
+    if 0 < self.max_episode_length < self.max_completion_length:
+      raise InputError(
+          f"max_episode_length={self.max_episode_length}: expected at least "
+          f"max_completion_length={self.max_completion_length}")
     if not 0 < self.top_p <= 1:
       raise InputError(
           f"top_p={self.top_p}: expected more than 0 and at most 1")
@@ -205,7 +155,7 @@ class TrainConfig:
   Attributes:
     algorithm: "rl" or "supervised".
     policy, reference, data, rollout, objective, optimizer, mesh, schedule,
-      residency, checkpoint: see there.
+      residency, health, checkpoint: see there.
     train_batch_size: prompts (supervised: rows) per step.
     gen_batch_size: prompts that are rolled out per step; those groups whose
       rewards are not all equal are trained on, up to train_batch_size (DAPO's
@@ -228,7 +178,9 @@ class TrainConfig:
       measures live bytes, so it takes longer. The first step, which compiles,
       isn't recorded unless it is the only one. 0 for never.
     seed: of sampling and of the order of rows.
-    with_entropy: measure the policy's entropy (costs a pass over the logits).
+    with_entropy: measure the policy's entropy over the whole vocabulary, which
+      costs a pass over the logits. Without, actor/entropy is estimated from the
+      log-probs of the sampled tokens.
   """
 
   algorithm: Algorithm = Algorithm.RL
@@ -249,6 +201,7 @@ class TrainConfig:
       default_factory=lambda: ScheduleConfig(name=ScheduleName.ROLLPLEX))
   residency: ResidencyConfig = dataclasses.field(
       default_factory=ResidencyConfig)
+  health: HealthConfig = dataclasses.field(default_factory=HealthConfig)
   checkpoint: CheckpointConfig = dataclasses.field(
       default_factory=CheckpointConfig)
   train_batch_size: int = 8
@@ -374,6 +327,28 @@ def check_mesh(config: TrainConfig, parts: int) -> None:
         "schedule.prefix_source=window")
 
 
+def check_turns(config: TrainConfig, max_turns: int) -> None:
+  """Checks what episodes of several turns ask of a run.
+
+  Args:
+    config: of the run.
+    max_turns: of its task.
+
+  Raises:
+    InputError: naming what does not go with them.
+  """
+  if max_turns == 1 or config.algorithm == Algorithm.SUPERVISED:
+    return
+  if config.schedule.name == ScheduleName.DISAGGREGATED:
+    raise InputError(
+        f"schedule.name=disaggregated with episodes of {max_turns} turns: "
+        "expected serial or rollplex")
+  if jax.process_count() > 1:
+    raise InputError(
+        f"episodes of {max_turns} turns in {jax.process_count()} processes: "
+        "expected one")
+
+
 def to_config_dict(config: Any) -> ml_collections.ConfigDict:
   """The tree of a config dataclass as a ConfigDict whose keys are fixed."""
   out = ml_collections.ConfigDict()
@@ -395,12 +370,28 @@ def from_config_dict(cls: type, raw: ml_collections.ConfigDict,
   """Builds a config dataclass from a ConfigDict.
 
   Raises:
-    InputError: for a key that does not exist or a value out of range.
+    InputError: for a key that does not exist, naming the nearest one, or a value
+      out of range.
   """
+  known = set(config_keys.key_paths(cls))
+  for path in _paths(raw):
+    if path not in known:
+      raise InputError(config_keys.no_such_key(cls, path, where))
+  return _build(cls, raw, where)
+
+
+def _paths(raw: ml_collections.ConfigDict) -> list[str]:
+  """Dotted paths of all keys, in the order of their names."""
+  out = []
+  for name in sorted(raw.keys()):
+    out.append(name)
+    if isinstance(raw[name], ml_collections.ConfigDict):
+      out += [f"{name}.{path}" for path in _paths(raw[name])]
+  return out
+
+
+def _build(cls: type, raw: ml_collections.ConfigDict, where: str) -> Any:
   hints = typing.get_type_hints(cls)
-  unknown = sorted(set(raw.keys()) - {f.name for f in dataclasses.fields(cls)})
-  if unknown:
-    raise InputError(f"{where}.{unknown[0]}: no such key")
   values = {}
   for name in raw.keys():
     value = raw[name]
@@ -408,7 +399,7 @@ def from_config_dict(cls: type, raw: ml_collections.ConfigDict,
       if not isinstance(value, ml_collections.ConfigDict):
         raise InputError(
             f"{where}.{name}: expected a group of keys, found {value!r}")
-      value = from_config_dict(hints[name], value, f"{where}.{name}")
+      value = _build(hints[name], value, f"{where}.{name}")
     else:
       _check_type(value, hints[name], f"{where}.{name}")
     values[name] = value
@@ -436,10 +427,3 @@ def _check_type(value: Any, hint: Any, where: str) -> None:
   if (not isinstance(value, allowed)
       or (isinstance(value, bool) and expected is not bool)):
     raise InputError(f"{where}={value!r}: expected {expected.__name__}")
-
-
-def _check_least(config: Any, least: int, *names: str) -> None:
-  for name in names:
-    value = getattr(config, name)
-    if not value >= least:  # NaN is refused too.
-      raise InputError(f"{name}={value}: expected at least {least}")

@@ -8,6 +8,7 @@ import time
 
 from rollplex_jax import inference
 from rollplex_jax import metrics as metrics_lib
+from rollplex_jax.data.episodes import EpisodePlayer
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
@@ -53,8 +54,8 @@ class Evaluation:
 
 def evaluate(params: Params, config: ModelConfig, processor: Processor,
              rows: Sequence, score: Callable, sampling: SamplingConfig,
-             **kwargs) -> Evaluation:
-  """Completes every row once and scores it.
+             player: EpisodePlayer | None = None, **kwargs) -> Evaluation:
+  """Completes every row once and scores it, or plays its episode.
 
   Args:
     params: {"text": ..., "visual": ...}.
@@ -63,9 +64,18 @@ def evaluate(params: Params, config: ModelConfig, processor: Processor,
     rows: random-access rows with `where`.
     score: (texts, rows, indices) -> scores, as a task's.
     sampling: how to draw; temperature 0 for greedy.
-    **kwargs: batch_size, seed and progress of `inference.complete`.
+    player: of episodes of several turns, which need no other score.
+    **kwargs: batch_size, seed and progress of `inference.complete`, or further
+      ones of `inference.play`.
   """
   start = time.perf_counter()
+  if player is not None:
+    texts, scores = [], []
+    for *_, episodes in inference.play(
+        params, config, processor, rows, sampling, player, **kwargs):
+      texts += episodes.texts
+      scores += episodes.scores
+    return Evaluation(texts, scores, time.perf_counter() - start)
   texts, seen, indices = [], [], []
   for example, (completion,) in inference.complete(
       params, config, processor, rows, sampling, **kwargs):

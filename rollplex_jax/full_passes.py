@@ -23,14 +23,16 @@ def features_of(params: Params, config: ModelConfig, batch: PromptBatch,
 
 def score_groups(params: Params, config: ModelConfig, batch: PromptBatch,
                  groups: Groups, *, temperature: float,
-                 micro_batch_size: int = 0) -> np.ndarray:
+                 micro_batch_size: int = 0,
+                 place: Placement | None = None) -> np.ndarray:
   """float32 [K, G, R] log-probs over whole sequences, zero past the ends."""
-  features = features_of(params, config, batch)
+  features = features_of(params, config, batch, place)
   out = np.zeros(groups.token_ids.shape, np.float32)
   for item in batch.cut(groups, micro_batch_size):
+    responses, observed = item.observed(config, batch.parts)
     item.place(out, programs.score_full(
         params, config, batching.take_rows(batch.inputs, item.rows), features,
-        item.responses, temperature))
+        responses, temperature, observed, place=place))
   return out
 
 
@@ -46,11 +48,12 @@ def supervised_gradient(
     features = features_of({**frozen, **trained}, config, batch, place)
   for item in batch.cut(groups, micro_batch_size):
     prompts, vision = batching.take_rows(batch.inputs, item.rows), None
+    responses, observed = item.observed(config, batch.parts)
     if "visual" in trained:
       own = own_batch(config, batch, item.rows)
       prompts, vision = own.inputs, own.vision
     grads, new = programs.gradient_supervised(
         trained, frozen, grads, config, prompts, features, vision,
-        item.responses, num_tokens, remat, place=place)
+        responses, num_tokens, remat, observed, place=place)
     loss += new
   return grads, loss

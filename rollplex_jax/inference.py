@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from rollplex_jax import turns
 from rollplex_jax.artifacts import Model
 from rollplex_jax.data import batching
+from rollplex_jax.data.episodes import EpisodePlayer
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.data.row_schema import RowError
@@ -19,11 +21,12 @@ from rollplex_jax.full_passes import score_groups
 from rollplex_jax.models import architectures
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Params
-from rollplex_jax.samples import Groups, make_batch
+from rollplex_jax.samples import Groups, PromptBatch, make_batch
 from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.settings import Settings
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.sampling import SamplingConfig
+from rollplex_jax.turns import Episodes
 
 TOO_LONG = "longer than the model's positions"
 
@@ -110,6 +113,46 @@ def complete(params: Params, config: ModelConfig, processor: Processor,
             processor.decode(ids), ids, out.logprobs[b, g, :n].tolist(),
             "stop" if out.finished[b, g] else "length"))
       yield example, completions
+
+
+def play(params: Params, config: ModelConfig, processor: Processor,
+         rows: Sequence, sampling: SamplingConfig, player: EpisodePlayer, *,
+         max_turns: int, max_length: int | None = None, batch_size: int = 8,
+         seed: int = 0, progress: Callable = iter,
+         ) -> Iterator[tuple[list[Example], PromptBatch, Episodes]]:
+  """Plays one episode of each row, in their order.
+
+  Args:
+    params: {"text": ..., "visual": ...}.
+    config: the model's configuration.
+    processor: tokenizer and preprocessors.
+    rows: random-access rows with `where`, of the player's task.
+    sampling: how to draw; temperature 0 for greedy.
+    player: of the episodes.
+    max_turns: responses of an episode.
+    max_length: see `turns.play`.
+    batch_size: episodes at a time; the last batch is filled up.
+    seed: of sampling.
+    progress: wraps the iteration over batches.
+
+  Yields:
+    Of some rows at a time their examples, prompts and episodes, groups of one.
+  """
+  architectures.check_decodes(config, "checkpoint")
+  batch_size = min(batch_size, len(rows))
+  settings = Settings(
+      config=config, schedule=ScheduleConfig(), sampling=sampling,
+      objective=ObjectiveConfig(), max_turns=max_turns)
+  for examples in progress(_batches(rows, processor.prompt, batch_size)):
+    batch = make_batch(
+        config, [e.prompt for e in examples], [e.index for e in examples],
+        num_rows=batch_size)
+    work = Step(settings, batch, Model(params, 0), None, num_generations=1,
+                seed=seed, step=0)
+    episodes = turns.play(
+        work, player, processor, [e.row for e in examples],
+        [rows.where(e.index) for e in examples], max_length=max_length)
+    yield examples, batch, episodes
 
 
 def score(params: Params, config: ModelConfig, processor: Processor,

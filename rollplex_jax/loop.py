@@ -97,6 +97,7 @@ class Run:
                   if rows is not None}
     self.found = processes.from_first(lambda: resume.find(
         self.folder, self._config, allow_config_change=allow_config_change))
+    trainer.health.folder = self.folder if self._writes else None
 
   def train(self) -> dict[str, Any]:
     """Runs all steps that are left.
@@ -165,6 +166,7 @@ class Run:
       trainer.restore(
           lambda like: saver.checkpoints.restore(checkpoint, like),
           self.record.updates)
+      trainer.health.set_state(self.record.health)
       saver.saved = checkpoint.step
     if self._writes:
       saver.checkpoints.clean()
@@ -206,7 +208,7 @@ class Run:
     for path in (*self.folder.glob(".*.json.*"), self.folder / "summary.json"):
       path.unlink(missing_ok=True)
     if self.found.checkpoint is None:  # It begins anew.
-      for name in ("metrics.jsonl", "samples.jsonl"):
+      for name in ("metrics.jsonl", "samples.jsonl", "skipped_updates.jsonl"):
         (self.folder / name).unlink(missing_ok=True)
       shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
 
@@ -228,6 +230,7 @@ class Run:
     record.add_step(values, time.perf_counter() - start)
     self._remember()
     self._on_step(Progress(number, config.total_steps, values))
+    self._trainer.health.check()
     if self._writes:
       reports.write_timeline(self.folder / "timeline", timeline, number,
                              self._compiled.count - programs)
@@ -283,6 +286,7 @@ class Run:
     record.skipped_rows = (
         position["next_index"] - record.step * trainer.rows_per_step)
     record.files = self._writer.sizes()
+    record.health = trainer.health.get_state()
     record.wall_seconds = (
         before.wall_seconds + time.perf_counter() - self._started)
     record.compilations = before.compilations + self._compiled.count

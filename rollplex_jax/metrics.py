@@ -15,6 +15,8 @@ import jax
 
 from rollplex_jax.errors import InputError
 
+_OTHERS = ("skipped_updates.jsonl",)
+
 
 class NoWriter:
   """What a process has that is not to write."""
@@ -96,6 +98,9 @@ class MetricsWriter(NoWriter):
   def sizes(self) -> dict[str, int]:
     """Bytes of each file now, by its path in the folder."""
     files = [self._metrics.path, self._samples.path]
+    # What others write beside them.
+    files += [path for path in map(self.folder.joinpath, _OTHERS)
+              if path.exists()]
     if self._board is not None:
       files += self._board.folder.iterdir()
     return {str(path.relative_to(self.folder)): path.stat().st_size
@@ -172,7 +177,7 @@ class _Board:
 
 
 def _cut_back(folder: pathlib.Path, sizes: Mapping[str, int]) -> None:
-  """Cuts files to the sizes that they had, and removes events since."""
+  """Cuts files to the sizes that they had, and removes those made since."""
   for name, size in sizes.items():
     path = folder / name
     found = path.stat().st_size if path.exists() else 0
@@ -180,8 +185,8 @@ def _cut_back(folder: pathlib.Path, sizes: Mapping[str, int]) -> None:
       raise InputError(f"{path}: has {found} bytes, expected at least the "
                        f"{size} that it had at the checkpoint")
     os.truncate(path, size)
-  for path in folder.glob("tensorboard/*"):
-    if str(path.relative_to(folder)) not in sizes:
+  for path in (*folder.glob("tensorboard/*"), *map(folder.joinpath, _OTHERS)):
+    if path.exists() and str(path.relative_to(folder)) not in sizes:
       path.unlink()
 
 

@@ -38,7 +38,8 @@ class Policy:
       holds them.
     frozen: compute parameters of the parts that do not learn.
     trained: compute parameters of the parts that do.
-    version: updates so far.
+    version: updates so far, those that were skipped among them: an artefact of
+      before a skipped update is made again, which is never wrong.
     lock: held while state or version change or the state moves. Another thread
       that holds it may read them.
   """
@@ -91,11 +92,13 @@ class Policy:
     """The policy as it is now, for good. A frozen tower is shared."""
     return Model({**self.frozen, **jax.tree.map(jnp.copy, self.trained)}, 0)
 
-  def update(self, grads: Params) -> dict[str, jax.Array]:
+  def update(self, grads: Params,
+             loss: jax.Array | None = None) -> dict[str, jax.Array]:
     """One step of the optimizer.
 
     Args:
       grads: float32 gradients of the trained parts; deleted.
+      loss: float32 [], theirs; the update is skipped where it is not finite.
 
     Returns:
       Metrics of `update.apply_gradients`.
@@ -105,7 +108,7 @@ class Policy:
       # Weights of the old version go before those of the new one come.
       self._delete_trained()
       self.state, trained, metrics = update.apply_gradients(
-          self.state, grads, self._optimizer, dtype)
+          self.state, grads, self._optimizer, dtype, loss)
       # No result is as large as they are, so their donation was not carried
       # out.
       for a in jax.tree.leaves(grads):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from rollplex_jax.models import decoder, vlm
 from rollplex_jax.placement import sharding
 from rollplex_jax.placement.sharding import Placement
+from rollplex_jax.stages import extend as extend_lib
 from rollplex_jax.stages import (
   full_sequence,
   objectives,
@@ -99,10 +100,47 @@ def prefix_backward(text, grads, feature_grads, config, prompts, features,
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling", "place"))
 @_placed
-def decode(params, config, sampling, prompts, kv, keys, *, place=None):
+def decode(params, config, sampling, prompts, kv, keys, turn=None, *,
+           place=None):
   """`rollout.decode`, compiled."""
   del place
-  return rollout_lib.decode(params, config, sampling, prompts, kv, keys)
+  return rollout_lib.decode(params, config, sampling, prompts, kv, keys, turn)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("config", "num_samples", "length", "dtype",
+                              "place"))
+@_placed
+def empty_history(config, num_samples, length, dtype, *, place=None):
+  """`extend.empty_history`, where the rollout has it."""
+  del place
+  history, exists = extend_lib.empty_history(
+      config, num_samples, length, dtype)
+  return _constrain_kv(history), exists
+
+
+@functools.partial(jax.jit, static_argnames=("length", "place"))
+@_placed
+def grow_history(history, exists, length, *, place=None):
+  """A history of episodes with room for more turns."""
+  del place
+  more = length - exists.shape[-1]
+  pad = lambda a, axis: jnp.pad(
+      a, [(0, more if i == axis else 0) for i in range(a.ndim)])
+  return (_constrain_kv([(pad(k, 3), pad(v, 2)) for k, v in history]),
+          pad(exists, 1))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "place"),
+                   donate_argnames=("history", "exists"))
+@_placed
+def extend(text, config, chunk, features, kv, prefix_lengths, history, exists,
+           start, *, place=None):
+  """`extend.extend`, compiled, into the donated history."""
+  del place
+  history, exists = extend_lib.extend(
+      text, config, chunk, features, kv, prefix_lengths, history, exists, start)
+  return _constrain_kv(history), exists
 
 
 @functools.partial(
@@ -157,11 +195,11 @@ def _constrain_artifacts(artifacts):
     jax.jit, static_argnames=("config", "temperature", "place"))
 @_placed
 def score_full(params, config, prompts, features, responses: GroupResponses,
-               temperature, *, place=None):
+               temperature, observed=None, *, place=None):
   """float32 [b, g, W] log-probs over whole sequences, zero past the ends."""
   del place
   logprobs, _ = full_sequence.response_logprobs(
-      params, config, prompts, features, _flat(responses),
+      params, config, prompts, features, _flat(responses), observed,
       temperature=temperature)
   return logprobs.reshape(responses.token_ids.shape) * responses.mask
 
@@ -170,11 +208,12 @@ def score_full(params, config, prompts, features, responses: GroupResponses,
     jax.jit, static_argnames=("config", "temperature", "place"))
 @_placed
 def score_suffix(params, config, prompts, kv, rows,
-                 responses: GroupResponses, temperature, *, place=None):
+                 responses: GroupResponses, temperature, observed=None, *,
+                 place=None):
   """float32 [b, g, W] log-probs from prefixes, zero past the ends."""
   del place
   logprobs, _ = response.response_logprobs(
-      params, config, prompts, _rows(kv, rows), responses,
+      params, config, prompts, _rows(kv, rows), responses, observed,
       temperature=temperature)
   return logprobs * responses.mask
 
@@ -200,11 +239,11 @@ def head_logits(text, hidden) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="config")
 def response_logits(params, config, prompts, vision,
-                    responses: GroupResponses) -> jax.Array:
+                    responses: GroupResponses, observed=None) -> jax.Array:
   """float32 [b, g, R, V] logits of response tokens, over whole sequences."""
   hidden = full_sequence.response_hidden(
       params, config, prompts, vlm.vision_features(params, config, vision),
-      _flat(responses))
+      _flat(responses), observed)
   logits = decoder.logits(params["text"], hidden)
   return logits.reshape(*responses.token_ids.shape, -1)
 
@@ -242,7 +281,7 @@ def zero_kv_gradients(kv, count, *, place=None):
 def gradient_full(
     trained, frozen, grads, config, objective, prompts, features, vision,
     responses, advantages, old_logprobs, ref_logprobs, normalizers,
-    temperature, remat, with_entropy, *, place=None):
+    temperature, remat, with_entropy, observed=None, *, place=None):
   """Adds one micro-batch's gradient over whole sequences.
 
   Returns:
@@ -252,7 +291,8 @@ def gradient_full(
                          objective, normalizers)
   (_, (metrics, logprobs)), new = full_sequence.loss_and_grad(
       trained, frozen, config, prompts, features, vision, _flat(responses),
-      loss_fn, temperature=temperature, remat=remat, with_entropy=with_entropy)
+      loss_fn, observed, temperature=temperature, remat=remat,
+      with_entropy=with_entropy)
   return _add(grads, new, config, place), metrics, logprobs
 
 
@@ -264,22 +304,24 @@ def gradient_full(
 def gradient_suffix(
     trained, frozen, grads, kv_grads, grad_rows, config, objective, prompts, kv,
     rows, responses, advantages, old_logprobs, ref_logprobs, normalizers,
-    temperature, remat, with_entropy, *, place=None):
+    temperature, remat, with_entropy, observed=None, *, place=None):
   """Adds one micro-batch's gradient of suffix and of prefix keys and values.
 
   `rows` picks the micro-batch's prompts in `kv`, `grad_rows` in `kv_grads`;
-  None where it holds just those.
+  None where it holds just those. `grads` are of the parts that suffixes read:
+  observations read a trained tower too.
 
   Returns:
-    (gradients of the text decoder, gradients of keys and values, LossMetrics,
+    (gradients of those parts, gradients of keys and values, LossMetrics,
     float32 [b, g, W] log-probs).
   """
   loss_fn = _policy_loss(responses, advantages, old_logprobs, ref_logprobs,
                          objective, normalizers)
   (_, (metrics, logprobs)), new, new_kv = response.loss_and_grad(
       trained, frozen, config, prompts, _rows(kv, rows), responses, loss_fn,
-      temperature=temperature, remat=remat, with_entropy=with_entropy)
-  grads = _add({"text": grads}, {"text": new}, config, place)["text"]
+      observed, temperature=temperature, remat=remat,
+      with_entropy=with_entropy)
+  grads = _add(grads, new, config, place)
   if grad_rows is None:
     kv_grads = jax.tree.map(jnp.add, kv_grads, new_kv)
   else:
@@ -293,7 +335,8 @@ def gradient_suffix(
     static_argnames=("config", "remat", "place"))
 @_placed
 def gradient_supervised(trained, frozen, grads, config, prompts, features,
-                        vision, responses, num_tokens, remat, *, place=None):
+                        vision, responses, num_tokens, remat, observed=None, *,
+                        place=None):
   """Adds one micro-batch of -log p(response) / num_tokens to the gradient."""
   flat = _flat(responses)
 
@@ -302,7 +345,7 @@ def gradient_supervised(trained, frozen, grads, config, prompts, features,
 
   (loss, _), new = full_sequence.loss_and_grad(
       trained, frozen, config, prompts, features, vision, flat, loss_fn,
-      remat=remat)
+      observed, remat=remat)
   return _add(grads, new, config, place), loss
 
 
@@ -329,7 +372,9 @@ def _flat(responses: GroupResponses) -> Responses:
   return Responses(
       prompt_index=jnp.repeat(jnp.arange(b), g),
       token_ids=responses.token_ids.reshape(b * g, r),
-      lengths=responses.lengths.reshape(b * g))
+      lengths=responses.lengths.reshape(b * g),
+      suffix=jax.tree.map(lambda a: a.reshape(b * g, *a.shape[2:]),
+                          responses.suffix))
 
 
 def _rows(kv, rows):

@@ -19,6 +19,7 @@ from rollplex_jax import metrics, timeline_plot
 from rollplex_jax.config import Algorithm, TrainConfig
 from rollplex_jax.data.pipeline import Example
 from rollplex_jax.samples import Groups, PromptBatch
+from rollplex_jax.stages import objectives
 from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.timeline import Timeline, write_trace
 
@@ -50,8 +51,9 @@ class PhaseTimer:
 
 
 def rollout_metrics(batch: PromptBatch, completions: Completions,
-                    rewards: np.ndarray,
-                    scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+                    rewards: np.ndarray, scores: Sequence[Mapping[str, float]],
+                    episode_lengths: np.ndarray | None = None,
+                    ) -> dict[str, float]:
   """Numbers of a rollout under verl's names.
 
   Args:
@@ -59,20 +61,27 @@ def rollout_metrics(batch: PromptBatch, completions: Completions,
     completions: numpy, G of each.
     rewards: float [B, G].
     scores: of all samples in order, with "overall" among them.
+    episode_lengths: int [B, G], tokens after the prompts where those are more
+      than the completions: of episodes with several turns.
   """
   lengths = completions.lengths.reshape(-1)
   prompt_lengths = batch.inputs.lengths
   g = completions.lengths.shape[1]
   mixed = rewards.max(axis=1) != rewards.min(axis=1)
   size = batch.inputs.token_ids.size
-  values = {
+  num_tokens = lengths.sum()
+  values = {}
+  if episode_lengths is not None:
+    num_tokens = episode_lengths.sum()
+    values |= metrics.spread("episode_length", episode_lengths.reshape(-1))
+  values |= {
       **metrics.spread("critic/score", rewards.reshape(-1)),
       **metrics.spread("response_length", lengths),
       "response_length/clip_ratio": float(1 - completions.finished.mean()),
       **metrics.spread("prompt_length", prompt_lengths),
-      "train/mixed_groups": float(mixed.mean()),
-      "perf/total_num_tokens": float(
-          lengths.sum() + prompt_lengths.sum() * g),
+      "train/frac_reward_zero_std": float(1 - mixed.mean()),
+      "actor/entropy": sampled_entropy(completions),
+      "perf/total_num_tokens": float(num_tokens + prompt_lengths.sum() * g),
       "perf/prompt_padding": float(1 - prompt_lengths.sum() / size),
   }
   for name, value in metrics.mean_scores(scores).items():
@@ -81,15 +90,33 @@ def rollout_metrics(batch: PromptBatch, completions: Completions,
   return values
 
 
+def sampled_entropy(completions: Completions) -> float:
+  """Estimate of the sampling policy's entropy, in nats per token.
+
+  The mean of -log p over sampled tokens, which is right on average where they
+  are drawn from all of p; top-k and top-p leave its tail out. 0 without tokens.
+  """
+  places = np.arange(completions.logprobs.shape[-1])
+  drawn = completions.logprobs[places < completions.lengths[..., None]]
+  return -float(drawn.mean()) if drawn.size else 0.0
+
+
 def logprob_gap(completions: Completions, groups: Groups,
                 logprobs: np.ndarray) -> dict[str, float]:
-  """How far training log-probs are from those recorded in the rollout."""
+  """How far training log-probs are from those recorded in the rollout.
+
+  Also as an estimate of the KL of the training policy to the one that sampled
+  (k1 and k3 of http://joschu.net/blog/kl-approx.html, in nats per token).
+  """
   recorded = completions.logprobs[groups.rows]
-  gap = np.abs(recorded - logprobs)[groups.mask]
+  gap = (logprobs - recorded)[groups.mask]
   if not gap.size:
     return {}
-  return {"training/rollout_logprobs_diff_mean": float(gap.mean()),
-          "training/rollout_logprobs_diff_max": float(gap.max())}
+  k3 = np.expm1(np.minimum(gap, objectives.LOG_RATIO_BOUND)) - gap
+  return {"training/rollout_logprobs_diff_mean": float(np.abs(gap).mean()),
+          "training/rollout_logprobs_diff_max": float(np.abs(gap).max()),
+          "rollout_corr/kl": -float(gap.mean()),
+          "rollout_corr/k3_kl": float(k3.mean())}
 
 
 def sample_lines(step: int, examples: Sequence[Example], texts: Sequence[str],

@@ -268,6 +268,7 @@ def _inside(sizes: Sizes, phase: str, unit: Unit | None) -> list[Buffer]:
   stage = phase.rstrip("0123456789") if unit is None else unit.stage
   if stage in (Stage.DECODE, Stage.WINDOW):
     found["rollout/cache"] = sizes.cache()
+    found["rollout/history"] = sizes.history()
   if stage in (Stage.VISION, Stage.VISION_BACKWARD):
     found["patches"] = sizes.patches(rollout=unit.lane == Lane.ROLLOUT)
   if stage in sizes.setup.temporaries:

@@ -73,8 +73,11 @@ class Residency:
 
   @classmethod
   def of_run(cls, config: TrainConfig, model: ModelConfig,
-             places: Places | None) -> Residency:
-    """Of a run whose model lies on a mesh, or on one device."""
+             places: Places | None, max_turns: int = 1) -> Residency:
+    """Of a run whose model lies on a mesh, or on one device.
+
+    `max_turns` are its task's.
+    """
     dtype = config.policy.compute_dtype
     setup = Setup(config=model, dtype=dtype, reference_bits=(
         tensor_files.compressed_bits(config.reference.path)
@@ -91,7 +94,8 @@ class Residency:
         response_length=config.rollout.max_completion_length,
         micro_batch_size=config.micro_batch_size,
         prompts_per_update=config.prompts_per_update,
-        updates=config.updates_per_step,
+        updates=config.updates_per_step, max_turns=max_turns,
+        max_episode_length=config.rollout.max_episode_length,
         parts=1 if places is None else places.parts))
 
   def plan(self, batch: PromptBatch, facts: Facts, schedule: ScheduleConfig,
@@ -176,11 +180,12 @@ class Residency:
         step.keep_only(self._keeper.plan.lives_after(name))
         step.reference = None  # Nobody reads what is being put away.
 
-  def update(self, policy: Policy, grads: Params) -> dict[str, jax.Array]:
+  def update(self, policy: Policy, grads: Params,
+             loss: jax.Array | None = None) -> dict[str, jax.Array]:
     """`Policy.update` with the optimizer's state, inside its phase."""
     with policy.lock:
       policy.state = self._keeper.take("optimizer")
-      values = policy.update(grads)
+      values = policy.update(grads, loss)
       self._hold_state(policy)
     return values
 

@@ -40,6 +40,12 @@ MAY_CHANGE: dict[str, str] = {
     "schedule": "the same sums, in another order",
     "residency": "the same sums, with other buffers kept",
     "checkpoint": "what is kept of the run",
+    "health": "what it warns of, and where it ends",
+    "data.reward_timeout": "what the machine allows",
+    "data.reward_memory_gb": "what the machine allows",
+    "data.reward_num_workers": "what the machine allows",
+    "data.reward_max_timeouts": "where the run ends",
+    "data.reward_dry_run": "a check before the start",
 }
 # Bytes that are looked at in each of three places of a tensor.
 _SAMPLE_BYTES = 4096

@@ -26,6 +26,7 @@ class RunRecord:
     evaluations: "step", "train_seconds" and metrics of each.
     skipped_rows: rows that were left out.
     pipeline: position in the order of rows, of each process.
+    health: state of what watches the run's numbers.
     files: bytes of the files that grow, by path in the run's folder.
     wandb_id: of the run there, or empty.
   """
@@ -42,6 +43,7 @@ class RunRecord:
   evaluations: list[dict[str, float]] = dataclasses.field(default_factory=list)
   skipped_rows: int = 0
   pipeline: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  health: dict[str, Any] = dataclasses.field(default_factory=dict)
   files: dict[str, int] = dataclasses.field(default_factory=dict)
   wandb_id: str = ""
 

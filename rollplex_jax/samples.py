@@ -14,7 +14,7 @@ from rollplex_jax.data.processor import Prompt
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
-from rollplex_jax.models.inputs import PromptInputs, VisionInputs
+from rollplex_jax.models.inputs import PromptInputs, Suffixes, VisionInputs
 from rollplex_jax.placement.host import to_host
 from rollplex_jax.placement.processes import Spread
 from rollplex_jax.stages.response import GroupResponses
@@ -92,6 +92,9 @@ class Groups:
     old_logprobs: float32 [K, G, R] under the policy that sampled, or None in
       the first update after a rollout.
     ref_logprobs: float32 [K, G, R] under the reference, or None.
+    suffix: of episodes of several turns, `Suffixes` of [K, G, S] whose feature
+      indices count through each sample's own media.
+    media: the same of their observations, objects `Media` [K, G].
   """
 
   rows: np.ndarray
@@ -100,14 +103,19 @@ class Groups:
   advantages: np.ndarray
   old_logprobs: np.ndarray | None = None
   ref_logprobs: np.ndarray | None = None
+  suffix: Suffixes | None = None
+  media: np.ndarray | None = None
 
   @classmethod
   def of(cls, rows: np.ndarray, completions: Completions,
-         advantages: np.ndarray) -> Groups:
+         advantages: np.ndarray, suffix: Suffixes | None = None,
+         media: np.ndarray | None = None) -> Groups:
     """Some rows of a step's batch with their completions."""
     return cls(
         rows=rows.astype(np.int32), token_ids=completions.token_ids[rows],
-        lengths=completions.lengths[rows], advantages=advantages[rows])
+        lengths=completions.lengths[rows], advantages=advantages[rows],
+        suffix=jax.tree.map(lambda a: a[rows], suffix),
+        media=None if media is None else media[rows])
 
   def __len__(self) -> int:
     return len(self.rows)
@@ -125,9 +133,9 @@ class Groups:
   def take(self, groups: np.ndarray) -> Groups:
     """Some of the groups."""
     return Groups(**{
-        field.name: None if value is None else value[groups]
-        for field in dataclasses.fields(self)
-        for value in [getattr(self, field.name)]})
+        field.name: jax.tree.map(
+            lambda a: a[groups], getattr(self, field.name))
+        for field in dataclasses.fields(self)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +157,7 @@ class MicroBatch:
     responses: numpy `GroupResponses` of [b, g, W].
     advantages: float32 [b, g].
     old_logprobs, ref_logprobs: float32 [b, g, W], or None.
+    media: of episodes, objects `Media` [b, g]; None for filled-up samples.
   """
 
   block: int
@@ -161,6 +170,24 @@ class MicroBatch:
   advantages: np.ndarray
   old_logprobs: np.ndarray | None
   ref_logprobs: np.ndarray | None
+  media: np.ndarray | None = None
+
+  def observed(self, config: ModelConfig, parts: int,
+               ) -> tuple[GroupResponses, VisionInputs | None]:
+    """The responses, their feature indices counting through the patches of all
+    the micro-batch's observations, and those patches, packed.
+
+    Args:
+      config: of the model.
+      parts: into how many the batch is split over devices.
+    """
+    if self.media is None:
+      return self.responses, None
+    suffix = self.responses.suffix
+    index, vision = batching.pack_observations(
+        self.media, suffix.feature_index, config.vision, parts)
+    return self.responses.replace(
+        suffix=suffix.replace(feature_index=index)), vision
 
   def place(self, out: np.ndarray, values: jax.Array) -> None:
     """Writes real samples' [b, g, W] values into the mini-batch's [K, G, R]."""
@@ -200,7 +227,15 @@ def micro_batches(groups: Groups, size: int, *, parts: int = 1,
   b = min(max(size // g, 1), most)
   per_part = min(size, g)
   longest = int(groups.lengths.max(initial=1))
-  width = min(batching.bucket(longest, _SHORT_RESPONSE), r)
+  round_up = batching.bucket if groups.suffix is None else (
+      batching.coarse_bucket)
+  width = min(round_up(longest, _SHORT_RESPONSE), r)
+  suffix_width = 0
+  if groups.suffix is not None:
+    suffix_width = min(groups.suffix.token_ids.shape[-1],
+                       batching.coarse_bucket(
+                           int(groups.suffix.lengths.max(initial=1)),
+                           _SHORT_RESPONSE))
   out = []
   for block, start in enumerate(range(0, max(map(len, by_part)), b)):
     held = [numbers[start:start + b] for numbers in by_part]
@@ -214,22 +249,30 @@ def micro_batches(groups: Groups, size: int, *, parts: int = 1,
     for part, first in enumerate(range(0, g, per_part)):
       samples = slice(first, min(first + per_part, g))
 
-      def cut(a, numbers=numbers, slots=slots, samples=samples):
+      def cut(a, width=width, numbers=numbers, slots=slots, samples=samples):
         if a is None:
           return None
         a = a[numbers, samples]
-        a = a[..., :width] if a.ndim == 3 else a
+        a = a[:, :, :width] if a.ndim > 2 else a
         filled = np.zeros((parts * b, per_part, *a.shape[2:]), a.dtype)
+        if a.dtype == object:
+          filled[:] = None
         filled[slots, :a.shape[1]] = a
         return filled
+
+      suffix = groups.suffix and Suffixes(**{
+          field.name: cut(getattr(groups.suffix, field.name), (
+              width if field.name == "predicts" else suffix_width))
+          for field in dataclasses.fields(Suffixes)})
 
       out.append(MicroBatch(
           block=block, part=part, groups=numbers, slots=slots, samples=samples,
           rows=rows,
-          responses=GroupResponses(cut(groups.token_ids), cut(groups.lengths)),
+          responses=GroupResponses(
+              cut(groups.token_ids), cut(groups.lengths), suffix),
           advantages=cut(groups.advantages),
           old_logprobs=cut(groups.old_logprobs),
-          ref_logprobs=cut(groups.ref_logprobs)))
+          ref_logprobs=cut(groups.ref_logprobs), media=cut(groups.media)))
   return out
 
 

@@ -4,7 +4,7 @@ A schedule is a list of units. Each says which stage runs, for which model and
 micro-batch, on which lane, and which named artefacts it reads and writes. From
 that follow the dependencies and the lifetimes (an artefact lives from its
 producer to its last consumer), and a schedule can be printed, drawn and
-checked before anything runs. `executor.py` runs it.
+checked before anything runs. `units.py` runs it.
 
 Schedules of the same stages:
   serial, unshared  rollout; then every sample's prompt and response in full
@@ -111,6 +111,7 @@ class Stage(enum.StrEnum):
   PREFIX = "prefix"
   DECODE = "decode"
   WINDOW = "window"
+  EXTEND = "extend"
   SCORE_FULL = "score_full"
   SCORE = "score"
   GRADIENT_FULL = "gradient_full"
@@ -159,6 +160,7 @@ class Facts:
     trains_tower: the vision tower learns (then the reference has its own).
     scores_policy: old log-probs are needed, for there are several updates.
     moves_weights: the rollout reads weights in another layout than training.
+    has_turns: completions are followed by further turns of an episode.
   """
 
   has_media: bool
@@ -166,6 +168,7 @@ class Facts:
   trains_tower: bool
   scores_policy: bool
   moves_weights: bool = False
+  has_turns: bool = False
 
 
 def rollout_plan(config: ScheduleConfig, facts: Facts) -> list[Unit]:
@@ -207,6 +210,26 @@ def rollout_plan(config: ScheduleConfig, facts: Facts) -> list[Unit]:
     plan.append(Unit(stage=Stage.DECODE, lane=Lane.ROLLOUT, model=model,
                      reads=("rollout/kv", *weights), writes=("completions",)))
   return plan
+
+
+def turn_plan(facts: Facts, *, observed: bool) -> list[Unit]:
+  """Units of a later turn of a rollout's episodes.
+
+  Prefix work has been done in the first turn; `observed`: media were seen since.
+  """
+  model, weights = "policy", ()
+  if facts.moves_weights:
+    model, weights = "rollout", ("rollout/weights",)
+  features = ("turn/features",) if observed else ()
+  rollout = dict(lane=Lane.ROLLOUT)
+  plan = [Unit(stage=Stage.VISION, writes=features, **rollout)] * observed
+  return plan + [
+      Unit(stage=Stage.EXTEND, model=model,
+           reads=("rollout/kv", *features, *weights),
+           writes=("rollout/history",), **rollout),
+      Unit(stage=Stage.DECODE, model=model,
+           reads=("rollout/kv", "rollout/history", *weights),
+           writes=("completions",), **rollout)]
 
 
 def kept_after_rollout(config: ScheduleConfig,

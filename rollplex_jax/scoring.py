@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 from rollplex_jax import reports
+from rollplex_jax.data import fallbacks
 from rollplex_jax.data.pipeline import Example
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.placement import processes
@@ -41,8 +42,8 @@ def score(
   if rows:
     scores = score_texts(texts, repeat(e.row for e in rows.values()),
                          repeat(e.index for e in rows.values()))
-  lines = list(reports.sample_lines(
-      step, list(rows.values()), texts, scores, g))
+  lines = [marked(line) for line in reports.sample_lines(
+      step, list(rows.values()), texts, scores, g)]
   found: dict[int, tuple[list, list]] = {}
   for theirs in processes.exchange({
       row: (scores[i * g:(i + 1) * g], lines[i * g:(i + 1) * g])
@@ -51,3 +52,10 @@ def score(
   join = lambda k: list(itertools.chain.from_iterable(
       found[row][k] for row in range(b)))
   return join(0), join(1)
+
+
+def marked(line: dict[str, Any]) -> dict[str, Any]:
+  """A sample's line whose "error" names what was wrong with its reward, if so.
+  """
+  scores, error = fallbacks.split(line["scores"])
+  return {**line, "scores": scores} | ({"error": error} if error else {})

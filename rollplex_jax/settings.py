@@ -24,6 +24,7 @@ class Settings:
     micro_batch_size: samples per pass; 0 for all.
     remat: recompute layers in the backward pass.
     with_entropy: measure entropy.
+    max_turns: responses of an episode.
     trained: names of the parts of the parameters that learn.
     training, rollout: how these stages lie on the run's mesh, or None on one
       device.
@@ -36,6 +37,7 @@ class Settings:
   micro_batch_size: int = 0
   remat: bool = False
   with_entropy: bool = True
+  max_turns: int = 1
   trained: tuple[str, ...] = ("text",)
   training: Placement | None = None
   rollout: Placement | None = None
@@ -48,5 +50,5 @@ def facts_of(settings: Settings, batch: PromptBatch, *, has_reference: bool,
   return Facts(
       has_media=batch.vision is not None, has_reference=has_reference,
       trains_tower="visual" in settings.trained,
-      scores_policy=several_updates,
+      scores_policy=several_updates, has_turns=settings.max_turns > 1,
       moves_weights=training is not None and training.weights_move(rollout))

@@ -1,7 +1,8 @@
 """What a run learns: rows with a reward function, or an environment.
 
 A task hands out random-access sets of rows (for training and for held-out
-evaluation) and scores completions. The trainer knows nothing else of it.
+evaluation) and scores completions, or plays their episodes where these have
+several turns. The trainer knows nothing else of it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import functools
 import threading
 from typing import Any, Protocol
 
-from rollplex_jax.config import DataConfig, EnvironmentConfig
-from rollplex_jax.data.babyai import MiniGridEnvironment
+from rollplex_jax.config import DataConfig
 from rollplex_jax.data.environments import PlanTask, Split
+from rollplex_jax.data.episode_workers import EpisodeWorkers, failed_episodes
+from rollplex_jax.data.episodes import EpisodePlayer, TurnTask
 from rollplex_jax.data.processor import Processor
-from rollplex_jax.data.rewards import load_reward, score_completions
+from rollplex_jax.data.reward_workers import RewardWorkers
 from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.data.rows import RowFile, select_rows
+from rollplex_jax.data.workers import Limits, default_num_workers
+from rollplex_jax.data.worlds import World
 from rollplex_jax.errors import InputError
 
 _CACHED_DEMONSTRATIONS = 1 << 16
@@ -29,6 +33,8 @@ class Task(Protocol):
   Attributes:
     train_rows: random-access rows with `where(index)`.
     eval_rows: held-out ones, or None.
+    max_turns: responses of an episode. 1: `score` is what is called; more:
+      `player` is.
     may_skip: a training row that can't be made is left out; otherwise it is an
       error, since all rows were checked beforehand.
     report: lines a user should read before training, such as skipped rows.
@@ -36,6 +42,7 @@ class Task(Protocol):
 
   train_rows: Sequence
   eval_rows: Sequence | None
+  max_turns: int
   may_skip: bool
   report: list[str]
 
@@ -43,9 +50,14 @@ class Task(Protocol):
             row_indices: Sequence[int]) -> list[dict[str, float]]:
     """Scores of N completions, each with "overall"."""
 
+  def player(self) -> EpisodePlayer:
+    """Plays episodes; those of one player don't disturb another's."""
+
 
 class RowsTask:
   """Rows of JSONL files, scored by a plain function."""
+
+  max_turns = 1
 
   def __init__(self, config: DataConfig, processor: Processor, *,
                needs_reward: bool, needs_response: bool,
@@ -56,11 +68,14 @@ class RowsTask:
       InputError: naming the file, row or function that is wrong.
     """
     if not config.rows:
-      raise InputError("data.rows is not set: expected a JSONL file, or a level "
-                       "in data.environment.level")
+      raise InputError("data.rows is not set: expected a JSONL file, or a world "
+                       "in data.environment.level or data.environment.make")
     self._reward = None
     if config.reward:
-      self._reward = load_reward(config.reward)
+      self._reward = RewardWorkers(
+          config.reward, limits(config, config.reward_num_workers),
+          config.reward_fallback)
+      self._reward.check(dry_run=config.reward_dry_run)
     elif needs_reward:
       raise InputError(
           "data.reward is not set: expected module:function or file.py:function")
@@ -80,6 +95,8 @@ class RowsTask:
     self.may_skip = False
     self.train_rows = select(
         config.rows, check_response if needs_response else processor.check)
+    if self._reward is not None and config.reward_dry_run:
+      self._reward.check(self.train_rows[0], self.train_rows.where(0))
     self.report = self.train_rows.report()
     self.eval_rows = None
     if config.eval_rows:
@@ -87,36 +104,35 @@ class RowsTask:
       self.report += self.eval_rows.report()
 
   def score(self, completions, rows, row_indices):
-    return score_completions(
-        self._reward, completions, rows, row_indices=row_indices)
+    return self._reward.score(completions, rows, row_indices)
+
+
+def limits(config: DataConfig, num_workers: int | None) -> Limits:
+  """What other people's code may take, by a run's configuration."""
+  if num_workers is None:
+    num_workers = default_num_workers()
+  return Limits(
+      num_workers=num_workers, timeout=config.reward_timeout,
+      memory_gb=config.reward_memory_gb,
+      max_timeouts=config.reward_max_timeouts)
 
 
 class EpisodeRows(Sequence):
   """Start states of an environment as rows, made when they are asked for."""
 
-  def __init__(self, make_task: Callable[[], PlanTask], split: Split,
-               count: int, *, first: int = 0, demonstrations: bool = False,
-               noise: float = 0.0, blind: bool = False):
+  def __init__(self, make_row: Callable[[int], dict[str, Any] | None],
+               split: Split, count: int, *, first: int = 0):
     """Row i is the episode of seed `split.seed(first + i)`.
 
     Args:
-      make_task: makes a task; each reading thread makes its own.
+      make_row: the row of a seed, or None where the demonstration that it is to
+        hold can't be had. Is called from the threads that read.
       split: whose seeds.
       count: number of rows.
       first: index of the first episode.
-      demonstrations: add the teacher's "response".
-      noise: see `PlanTask.demonstration`.
-      blind: black frames in place of what is to be seen.
     """
-    self._make_task = make_task
-    self._local = threading.local()
+    self._make_row = make_row
     self._split, self._count, self._first = split, count, first
-    self._demonstrations = demonstrations
-    self._blind = blind
-    # Demonstrations are asked for again in every epoch, and a teacher thinks
-    # longer than a world takes to draw. Those without a plan count too.
-    self._demonstration = functools.lru_cache(_CACHED_DEMONSTRATIONS)(
-        lambda seed: self._task().demonstration(seed, noise=noise))
     split.seed(first + count - 1)  # Refuses what would run out of seeds.
 
   def __len__(self) -> int:
@@ -128,72 +144,106 @@ class EpisodeRows(Sequence):
   def __getitem__(self, index: int) -> dict[str, Any]:
     if not 0 <= index < self._count:
       raise IndexError(index)
-    seed = self._split.seed(self._first + index)
-    row = self._task().row(seed, blind=self._blind)
-    if self._demonstrations:
-      response = self._demonstration(seed)
-      if response is None:
-        raise RowError(self.where(index), "no demonstration",
-                       "the teacher has no plan that is short enough")
-      row["response"] = response
+    row = self._make_row(self._split.seed(self._first + index))
+    if row is None:
+      raise RowError(self.where(index), "no demonstration",
+                     "the teacher has no plan that is short enough")
     return row
-
-  def _task(self) -> PlanTask:
-    """This thread's own task."""
-    if not hasattr(self._local, "task"):
-      self._local.task = self._make_task()
-    return self._local.task
 
 
 class EpisodesTask:
-  """Episodes of an environment in which the completion is the whole plan."""
+  """Episodes of an environment.
 
-  def __init__(self, config: EnvironmentConfig, *,
-               demonstrations: bool = False):
+  With one turn the completion is a whole plan, which `score` executes. With
+  several, `player` plays them, and demonstrations are rows' "turns".
+  """
+
+  def __init__(self, config: DataConfig, *, demonstrations: bool = False):
     """`demonstrations` adds the teacher's responses to the training rows.
 
     Raises:
-      InputError: no such level, or a setting out of range.
+      InputError: no such world, or one that does not work.
     """
+    world = config.environment
     splits = {split.name.lower(): split for split in Split}
-    if config.train_split not in ("train", "warm_start"):
-      raise InputError(
-          f"data.environment.train_split={config.train_split!r}: expected train "
-          "or warm_start")
-    self._config = config
-    self._task = self._make_task()
+    self._count = world.eval_episodes
+    self._world = World.of(world)
+    self._workers = _episode_workers(
+        self._world, limits(config, world.num_workers))
+    self._workers.check()
+    self._fallbacks = failed_episodes(
+        self._workers.name, config.reward_fallback)
+    self.max_turns = world.max_turns
     # The teacher has no plan for some start states.
     self.may_skip = demonstrations
     self.report = []
+    key = "response" if self.max_turns == 1 else "turns"
     self.train_rows = EpisodeRows(
-        self._make_task, splits[config.train_split], config.num_episodes,
-        first=config.first_episode, demonstrations=demonstrations,
-        noise=config.noise)
+        self._rows(key if demonstrations else "", world.noise, False),
+        splits[world.train_split], world.num_episodes,
+        first=world.first_episode)
     self.eval_rows = None
-    if config.eval_episodes:
+    if self._count:
       self.eval_rows = self.held_out()
 
   def held_out(self, *, blind: bool = False) -> EpisodeRows:
     """The held-out episodes, with black frames if `blind`."""
-    return EpisodeRows(self._make_task, Split.EVAL,
-                       self._config.eval_episodes, blind=blind)
+    return EpisodeRows(self._rows("", 0.0, blind), Split.EVAL, self._count)
 
   def score(self, completions, rows, row_indices):
-    return score_completions(
-        self._task.reward, completions, rows, row_indices=row_indices)
+    del row_indices
+    return self._workers.score(
+        completions, [row["seed"] for row in rows], self._fallbacks)
 
-  def _make_task(self) -> PlanTask:
-    c = self._config
-    return PlanTask(
-        MiniGridEnvironment(c.level, size=c.image_size),
-        max_actions=c.max_actions, length_penalty=c.length_penalty,
-        must_stop=c.must_stop)
+  def player(self) -> EpisodePlayer:
+    return self._workers.player(self._fallbacks)
+
+  def _rows(self, key: str, noise: float, blind: bool) -> Callable:
+    if self._world.make:
+      return lambda seed: self._workers.row(
+          seed, blind, key, noise, self._fallbacks)
+    return LevelRows(self._world, key, noise, blind)
+
+
+@functools.lru_cache(2)
+def _episode_workers(world: World, limits: Limits) -> EpisodeWorkers:
+  """Workers are kept for the next task on the same world: they start slowly."""
+  return EpisodeWorkers(world, limits)
+
+
+class LevelRows:
+  """Makes the rows of a level in the thread that asks for them."""
+
+  def __init__(self, world: World, key: str, noise: float, blind: bool):
+    """With a demonstration under `key`, if that isn't empty."""
+    self._world, self._key, self._blind = world, key, blind
+    self._local = threading.local()
+    # Plans are asked for again in every epoch, and a teacher thinks longer than
+    # a world takes to draw. Those without a plan count too. Turns hold frames,
+    # too much to keep.
+    self._demonstration = functools.lru_cache(
+        _CACHED_DEMONSTRATIONS if key == "response" else 0)(
+            lambda seed: self._task().demonstration(seed, noise=noise))
+
+  def __call__(self, seed: int) -> dict[str, Any] | None:
+    row = self._task().row(seed, blind=self._blind)
+    if self._key:
+      row[self._key] = self._demonstration(seed)
+      if row[self._key] is None:
+        return None
+    return row
+
+  def _task(self) -> PlanTask | TurnTask:
+    """This thread's own task."""
+    if not hasattr(self._local, "task"):
+      self._local.task = self._world.task()
+    return self._local.task
 
 
 def make_task(config: DataConfig, processor: Processor, *,
               supervised: bool) -> Task:
   """The task that a data config describes; `supervised` needs responses."""
-  if config.environment.level:
-    return EpisodesTask(config.environment, demonstrations=supervised)
+  if config.environment.name:
+    return EpisodesTask(config, demonstrations=supervised)
   return RowsTask(config, processor, needs_reward=not supervised,
                   needs_response=supervised)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rollplex_jax import inference, reports, supervised
+from rollplex_jax import inference, nonfinite, reports, supervised, turns
 from rollplex_jax import reference as reference_lib
 from rollplex_jax import scoring as scoring_lib
 from rollplex_jax.artifacts import Model
@@ -32,12 +32,15 @@ from rollplex_jax.config import (
   Algorithm,
   TrainConfig,
   check_mesh,
+  check_turns,
 )
+from rollplex_jax.data.episodes import EpisodePlayer
 from rollplex_jax.data.pipeline import Example, input_pipeline
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation, evaluate
 from rollplex_jax.executor import Step
+from rollplex_jax.health import Health
 from rollplex_jax.models import hf, vlm, weights
 from rollplex_jax.models.weights import Params
 from rollplex_jax.placement import processes
@@ -75,6 +78,7 @@ class Trainer:
     state: master weights and optimizer state.
     residency: plans its steps; None for supervised and disaggregated runs.
     skipped_rows: rows that were left out while training.
+    health: warns of metrics, and ends a run whose updates are skipped.
   """
 
   def __init__(self, config: TrainConfig, *, task: Task | None = None):
@@ -104,10 +108,11 @@ class Trainer:
     self._parts = 1 if places is None else places.parts
     self._spread = places and places.spread
     check_mesh(config, self._parts)
+    check_turns(config, self.task.max_turns)
     # dr_grpo divides by the rollout's length limit.
     self.objective = dataclasses.replace(
-        config.objective,
-        max_completion_length=config.rollout.max_completion_length)
+        config.objective, max_completion_length=(
+            config.rollout.max_completion_length * self.task.max_turns))
     rollout = config.rollout
     self.sampling = SamplingConfig(
         max_completion_length=rollout.max_completion_length,
@@ -120,6 +125,7 @@ class Trainer:
         sampling=self.sampling, objective=self.objective,
         micro_batch_size=config.micro_batch_size, remat=config.policy.remat,
         with_entropy=config.with_entropy, trained=self._trained_parts(),
+        max_turns=1 if self.supervised else self.task.max_turns,
         training=places and places.training, rollout=places and places.rollout)
     self._pools = None
     if config.schedule.name == ScheduleName.DISAGGREGATED:
@@ -129,6 +135,7 @@ class Trainer:
     if not self.supervised and self._pools is None:
       self.residency = self._plan_residency(places)
     self.skipped_rows = 0
+    self.health = Health(config.health, logs=processes.is_first())
     self.policy = Policy(
         config.policy.path, self.model_config, places,
         optimizer=config.optimizer, dtype=config.policy.compute_dtype,
@@ -170,7 +177,8 @@ class Trainer:
   def _plan_residency(self, places: Places | None) -> Residency:
     """The plans of the run's steps. Refuses a budget before anything is loaded.
     """
-    residency = Residency.of_run(self.config, self.model_config, places)
+    residency = Residency.of_run(self.config, self.model_config, places,
+                                 self.task.max_turns)
     if self.config.residency.budget_gb:
       # Batches differ in length: this one stands for all, and each is planned
       # again before it runs.
@@ -216,10 +224,18 @@ class Trainer:
     """
     score = lambda *args: processes.from_first(lambda: self.task.score(*args))
     params = self.params if params is None else params
+    if self.task.max_turns > 1:
+      kwargs |= dict(player=self._player, max_turns=self.task.max_turns,
+                     max_length=self.config.rollout.max_episode_length or None)
     return evaluate(
         params, self.model_config, self.processor, rows, score,
         dataclasses.replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0),
         batch_size=self.config.eval_batch_size, **kwargs)
+
+  @functools.cached_property
+  def _player(self) -> EpisodePlayer:
+    """Plays the episodes of steps and evaluations."""
+    return self.task.player()
 
   def batches(self):
     """An endless iterator over batches of examples, in a seeded order."""
@@ -272,6 +288,7 @@ class Trainer:
     values["timing_s/step"] = values["perf/time_per_step"] = seconds
     values["perf/throughput"] = values["perf/total_num_tokens"] / seconds
     values["training/global_step"] = step + 1
+    self.health.watch(step + 1, values)
     return values, samples
 
   # -- RL --------------------------------------------------------------------
@@ -293,22 +310,38 @@ class Trainer:
     if residency is not None:
       residency.begin(work)
     with timer.phase("gen"), self._phase("rollout", work):
-      completions = work.roll_out()
+      if self.task.max_turns > 1:
+        episodes = turns.play(
+            work, self._player, self.processor, [e.row for e in examples],
+            [self.task.train_rows.where(e.index) for e in examples],
+            max_length=rollout.max_episode_length or None)
+      else:
+        episodes = turns.Episodes(work.roll_out())
+    completions = episodes.completions
     with timer.phase("reward", "host"):
-      scores, lines = scoring_lib.score(
-          self.task.score, self.processor, examples, completions, step + 1,
-          self._spread)
+      if episodes.scores is not None:
+        scores, texts = episodes.scores, episodes.texts
+        lines = [scoring_lib.marked(line) for line in reports.sample_lines(
+            step + 1, examples, texts, scores, rollout.num_generations)]
+      else:
+        scores, lines = scoring_lib.score(
+            self.task.score, self.processor, examples, completions, step + 1,
+            self._spread)
       rewards = np.array([s["overall"] for s in scores], np.float32).reshape(
           completions.lengths.shape)
     with timer.phase("adv", "host"):
       advantages = np.asarray(objectives.group_advantages(
           jnp.asarray(rewards), self.objective))
       kept = kept_groups(self.config, rewards)
-    values = reports.rollout_metrics(batch, completions, rewards, scores)
+    values = reports.rollout_metrics(
+        batch, completions, rewards, scores,
+        episodes.suffix and episodes.suffix.lengths)
     values["train/groups"] = float(len(kept))
     if len(kept):
-      groups = Groups.of(kept, completions, advantages)
-      values |= self._updates(work, groups, completions, step, timer)
+      groups = Groups.of(kept, completions, advantages, episodes.suffix,
+                         episodes.media)
+      values |= self._updates(
+          work, groups, completions, rewards, step, timer)
     kept = set(kept.tolist())
     return values, [line | {"trained": i // rollout.num_generations in kept}
                     for i, line in enumerate(lines)]
@@ -323,12 +356,12 @@ class Trainer:
         spread=self._spread)
 
   def _updates(self, work: Step, groups: Groups, completions: Completions,
-               step: int, timer):
+               rewards: np.ndarray, step: int, timer):
     """Scores under reference and old policy, then updates the policy."""
     scores = "ref" if self.config.has_reference else "old_log_prob"
     with timer.phase(scores), self._phase("score", work):
       groups = work.score(groups)
-    values, total, gap = {}, None, {}
+    values, total, gap, skipped = {}, None, {}, 0.0
     with timer.phase("update_actor"):
       for i, order in enumerate(mini_batches(self.config, len(groups), step)):
         part = groups.take(order)
@@ -345,31 +378,42 @@ class Trainer:
         work.release_policy()
         with timer.timeline.event("update", "training") as wait, (
             self._phase(f"update{number}")):
-          new = wait(self._update(grads))
+          new = wait(self._update(grads, metrics.loss))
         del grads
         work.update_policy(self.policy.model())
-        values |= new
         total = metrics if total is None else total.merge(metrics)
-      values |= total.finalize()
-      values = {k: float(v) for k, v in to_host(values).items()}
-    return values | gap
+        new, loss = to_host((new, metrics.loss))
+        values |= {k: float(v) for k, v in new.items()}
+        skipped += values["actor/update_skipped"]
+        diagnose = functools.partial(
+            nonfinite.of_step, work, part, work.batch.inputs.row_ids, {
+                "rewards": rewards[part.rows], "logprobs": logprobs,
+                "rollout_logprobs": completions.logprobs[part.rows]})
+        if not self.health.after_update(step + 1, i + 1, values, loss,
+                                        diagnose):
+          break
+      values |= {k: float(v) for k, v in to_host(total.finalize()).items()}
+    return values | gap | {"actor/update_skipped": skipped}
 
-  def _update(self, grads: Params) -> dict[str, jax.Array]:
+  def _update(self, grads: Params, loss: jax.Array) -> dict[str, jax.Array]:
     if self.residency is None:
-      return self.policy.update(grads)
-    return self.residency.update(self.policy, grads)
+      return self.policy.update(grads, loss)
+    return self.residency.update(self.policy, grads, loss)
 
   # -- supervised ------------------------------------------------------------
 
   def _supervised_step(self, examples: list[Example], step: int, timer):
-    del step
     with timer.phase("data", "host"):
       batch, groups = supervised.collect(
           self.model_config, examples, self._parts, self._spread)
     with timer.phase("update_actor"):
       values = supervised.update(
           self.policy, self.settings, batch, groups,
-          self.config.prompts_per_update, timer.timeline)
+          self.config.prompts_per_update, timer.timeline,
+          after_update=lambda number, part, new, loss: self.health.after_update(
+              step + 1, number, new, loss, functools.partial(
+                  nonfinite.of_supervised, self.policy, self.settings, batch,
+                  part)))
     values["perf/total_num_tokens"] = float(
         groups.lengths.sum() + batch.inputs.lengths.sum())
     return values, []

@@ -81,8 +81,20 @@ class RoundTripTest(parameterized.TestCase):
 class FromConfigDictTest(parameterized.TestCase):
 
   @parameterized.parameters(
-      ({"stps": 1}, "config.stps: no such key"),
-      ({"optimizer": {"lr": 1.0}}, "config.optimizer.lr: no such key"),
+      ({"stps": 1}, "config.stps: no such key; did you mean total_steps"),
+      ({"rollout": {"num_generation": 1}}, "config.rollout.num_generation: no "
+       "such key; did you mean num_generations"),
+      ({"optimizer": {"lr": 1.0}}, "config.optimizer.lr: no such key; did you "
+       "mean learning_rate"),
+      ({"data": {"environment": {"levl": "x"}}},
+       "config.data.environment.levl: no such key; did you mean level"),
+      # In another group, or below a group that is misspelled.
+      ({"learning_rate": 1.0}, "config.learning_rate: no such key; did you mean "
+       "config.optimizer.learning_rate"),
+      ({"rolout": {"top_p": 1.0}}, "config.rolout: no such key; did you mean "
+       "rollout"),
+      ({"total_steps": {"max": 1}}, "config.total_steps.max: no such key; did "
+       "you mean config.total_steps"),
       ({"optimizer": 3}, "config.optimizer: expected a group of keys, found 3"),
       ({"total_steps": "3"}, "config.total_steps='3': expected int"),
       ({"total_steps": 3.0}, "config.total_steps=3.0: expected int"),

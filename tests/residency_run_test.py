@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollplex_jax import executor, programs, residency_plan, samples
+from rollplex_jax import programs, residency_plan, samples, units
 from rollplex_jax.artifacts import Model
 from rollplex_jax.buffer_sizes import Setup, Workload
 from rollplex_jax.executor import Step
@@ -179,7 +179,7 @@ class RunTest(parameterized.TestCase):
        undonated(programs.gradient_suffix, "config", "objective",
                  "temperature", "remat", "with_entropy", "place"),
        "after train/.* unexpected: grads.*should have been donated"),
-      ("offload", executor, "_kept", lambda saved, save: saved,
+      ("offload", units, "_kept", lambda saved, save: saved,
        "after rollout/.* unexpected: policy/saved.*not on the device"))
   def test_is_found_out_without(self, save, module, name, instead, message):
     """An offload or a donation less than the plan counts on."""

@@ -120,9 +120,9 @@ class ResidentTest(parameterized.TestCase):
     leaks = []
     update = resident.Residency.update
 
-    def leaky(self, policy, grads):
+    def leaky(self, policy, grads, loss):
       leaks.append(jax.tree.map(lambda a: a + 0, policy.trained))
-      return update(self, policy, grads)
+      return update(self, policy, grads, loss)
 
     with mock.patch.object(resident.Residency, "update", leaky):
       with self.assertRaisesRegex(LedgerError, "after update.*not registered"):

@@ -11,13 +11,20 @@ import math
 import os
 import pathlib
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from rollplex_jax import full_passes, inference, programs, residency_plan
+from rollplex_jax import (
+  full_passes,
+  inference,
+  programs,
+  residency_plan,
+  turns,
+)
 from rollplex_jax.artifacts import Model
 from rollplex_jax.buffer_sizes import Setup, Workload
 from rollplex_jax.config import RolloutConfig, TrainConfig
@@ -35,6 +42,7 @@ from rollplex_jax.settings import Settings
 from rollplex_jax.stages import full_sequence, update
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.response import GroupResponses
+from rollplex_jax.stages.rollout import Completions
 from rollplex_jax.stages.sampling import SamplingConfig
 from tests.helpers import devices, tiny_checkpoint
 
@@ -216,6 +224,83 @@ class RLCasesTest(parameterized.TestCase):
           jax.tree.leaves_with_path(whole), jax.tree.leaves(grads)):
         self.assertLess(np.linalg.norm(d - g), 1e-5 * np.linalg.norm(g),
                         jax.tree_util.keystr(path))
+
+  def _episode(self, limit=None):
+    """A step of one row whose episodes go on twice, with a picture each time.
+
+    Its samples draw tokens that do not come back when their text is tokenized:
+    letters of their own where the tokenizer would join them.
+    """
+    drawn = [self.processor.encode(c)[0] for c in "ball"]
+    self.assertNotEqual(
+        self.processor.encode(self.processor.decode(drawn)), drawn)
+    work = self.step(batch=make_batch(self.config, self.prompts[:1], [0]))
+    work.settings = dataclasses.replace(work.settings, max_turns=3)
+
+    heard = []
+
+    class Player:
+
+      def start(self, rows):
+        del rows
+
+      def step(self, completions):
+        heard.append(completions)
+        last = len(heard) == 3
+        message = tiny_checkpoint.message(_image(9), "and now?")[0]
+        return [None if text is None or last else message
+                for text in completions]
+
+      def scores(self):
+        return [{"overall": 1.0}] * 2
+
+    def draw(*_):
+      ids = np.zeros((1, 2, _R), np.int32)
+      ids[..., :len(drawn)] = drawn
+      return Completions(
+          token_ids=ids, logprobs=np.zeros(ids.shape, np.float32),
+          lengths=np.full((1, 2), len(drawn), np.int32),
+          finished=np.zeros((1, 2), bool))
+
+    kept = []
+    collect = turns.collect
+    with (mock.patch.object(Step, "roll_out", draw),
+          mock.patch.object(Step, "roll_out_turn", draw),
+          mock.patch.object(Step, "end_turns"),
+          mock.patch.object(turns, "collect", lambda *args: (
+              kept.append(args[1]), collect(*args))[1])):
+      turns.play(work, Player(), self.processor, [{}], ["row 0"],
+                 max_length=limit)
+    return drawn, kept[0][0][0], heard
+
+  def test_case_5_a_turn_is_added_with_its_picture_or_not_at_all(self):
+    _, whole, _ = self._episode()
+    ids, _, index = whole.inputs()
+    self.assertEqual((index >= 0).sum(), 2 * 4)
+    # Room for all but a few tokens of the second observation.
+    _, cut, heard = self._episode(limit=len(ids) - 2)
+    self.assertLen(heard, 2)
+    short, _, index = cut.inputs()
+    np.testing.assert_array_equal(short, ids[:len(short)])
+    self.assertEqual((index >= 0).sum(), 4)
+    self.assertLen(cut.media(self.config.vision.patch_dim).grids, 1)
+    pads = [self.config.image_token_id, self.config.video_token_id]
+    self.assertEqual(np.isin(short, pads).sum(), 4)
+
+  def test_case_15_token_ids_in_and_token_ids_out(self):
+    drawn, suffix, heard = self._episode()
+    self.assertEqual(heard[0], ["ball", "ball"])
+    seen = self.processor.continuation(
+        tiny_checkpoint.message(_image(9), "and now?")[0], after_end=False)
+    ids, _, _ = suffix.inputs()
+    turn = [*drawn, *seen.token_ids]
+    self.assertEqual(
+        ids.tolist(), [self.prompts[0].token_ids[-1], *turn, *turn, *drawn][:-1])
+    responses, _, predicts = suffix.response()
+    self.assertEqual(responses.tolist(), drawn * 3)
+    # Each is predicted from the input before it.
+    after = [*ids.tolist(), drawn[-1]]
+    self.assertEqual([after[i + 1] for i in predicts], drawn * 3)
 
   def test_case_6_positions_have_one_layout(self):
     # See also models/positions_test.py.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import dataclasses
 
 import numpy as np
 
@@ -75,9 +76,38 @@ def stack_prompts(prompts: Sequence[Prompt], row_ids: Sequence[int],
   return out
 
 
-def pack_vision(prompts: Sequence[Prompt], config: VisionConfig | None,
+@dataclasses.dataclass(frozen=True)
+class Media:
+  """Packed media, such as those of all observations of an episode.
+
+  Attributes:
+    patches: float32 [n, patch_dim], medium after medium.
+    grids: int64 [M, 3], frames, rows and columns of patches.
+  """
+
+  patches: np.ndarray
+  grids: np.ndarray
+
+  @classmethod
+  def join(cls, parts: Sequence[Media | Prompt], patch_dim: int) -> Media:
+    """The media of several, in order."""
+    return cls(
+        np.concatenate([p.patches for p in parts]) if parts
+        else np.zeros((0, patch_dim), np.float32),
+        np.concatenate([p.grids for p in parts]) if parts
+        else np.zeros((0, 3), np.int64))
+
+
+def coarse_bucket(size: int, smallest: int = 4) -> int:
+  """2 or 3 times a power of two: for what differs from step to step."""
+  size = max(size, smallest, 4)
+  scale = 1 << ((size - 1).bit_length() - 2)
+  return -(-size // scale) * scale
+
+
+def pack_vision(prompts: Sequence[Prompt | Media], config: VisionConfig | None,
                 parts: int = 1, spread: Spread | None = None,
-                ) -> VisionInputs | None:
+                bucket: Callable[[int], int] = bucket) -> VisionInputs | None:
   """Packs the media of a batch, or None where there are none.
 
   Args:
@@ -87,12 +117,14 @@ def pack_vision(prompts: Sequence[Prompt], config: VisionConfig | None,
     spread: which of those are this process's; the arrays are then spread over
       all processes, which must all call this. Other parts' prompts need no
       patches.
+    bucket: rounds sizes up.
   """
   if config is None or not any(len(p.grids) for p in prompts):
     return None
   if parts > 1:
     size = len(prompts) // parts
-    packed = [pack_vision(prompts[i * size:(i + 1) * size], config)
+    packed = [pack_vision(prompts[i * size:(i + 1) * size], config,
+                          bucket=bucket)
               for i in (range(parts) if spread is None else spread.local)]
     if spread is None:
       return stack_parts(packed, config.patch_dim)
@@ -105,6 +137,38 @@ def pack_vision(prompts: Sequence[Prompt], config: VisionConfig | None,
       np.concatenate([p.patches for p in prompts]),
       np.concatenate([p.grids for p in prompts]), config,
       lambda n: unit * bucket(-(-n // unit)))
+
+
+def pack_observations(
+    media: np.ndarray, index: np.ndarray, config: VisionConfig | None,
+    parts: int = 1) -> tuple[np.ndarray, VisionInputs | None]:
+  """Packs what samples have seen after their prompts.
+
+  Args:
+    media: objects `Media` [b, g]; None for a sample that has seen nothing.
+    index: int32 [b, g, S], which of its own features stands at a token, -1 for
+      text.
+    config: of the tower, if there is one.
+    parts: into how many the batch is split over devices.
+
+  Returns:
+    The index, counting through the features of all, and the patches, or None
+    where there are none.
+  """
+  if config is None:
+    return index, None
+  none = Media.join((), config.patch_dim)
+  flat = [m or none for m in media.reshape(-1)]
+  vision = pack_vision(flat, config, parts, bucket=coarse_bucket)
+  if vision is None:
+    return index, None
+  unit = config.spatial_merge_size ** 2
+  counts = np.array([len(m.patches) // unit for m in flat]).reshape(parts, -1)
+  rows = np.prod(vision.patches.shape[:-1]) // unit
+  first = np.arange(parts)[:, None] * (rows // parts)
+  first = first + np.cumsum(counts, axis=1) - counts
+  shifted = index + first.reshape(*media.shape, 1)
+  return np.where(index >= 0, shifted, -1).astype(np.int32), vision
 
 
 def take_rows(prompts: PromptInputs, rows: np.ndarray) -> PromptInputs:

@@ -1,18 +1,25 @@
 """Worlds that a policy sees as video and acts in with words.
 
 `Environment` is the whole interface: `reset` and `step` return what the policy
-sees, `expert` returns what a teacher would do. A multi-turn episode is a loop
-over `step`; a single-turn one writes its whole plan at once (`PlanTask`).
+sees, `expert` returns what a teacher would do. A single-turn episode writes its
+whole plan at once (`PlanTask`); for one of several turns see `episodes`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import enum
 import functools
+import math
+import numbers
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from rollplex_jax.data.functions import (
+  NotFiniteError,
+  WrongTypeError,
+  describe,
+)
 from rollplex_jax.errors import InputError
 
 SEEDS_PER_SPLIT = 1 << 30
@@ -74,6 +81,85 @@ class Environment(Protocol):
     """
 
 
+def check_environment(environment: Any, name: str) -> None:
+  """Looks at a world's words, and tries a reset and a step.
+
+  Args:
+    environment: what is to be an `Environment`.
+    name: of it, for errors.
+
+  Raises:
+    InputError: naming what was expected and what was found.
+  """
+
+  def try_out(what, method, argument):
+    try:
+      return getattr(environment, method)(argument)
+    except Exception as error:
+      raise InputError(
+        f"environment {name}: {what} raised {describe(error)}"
+      ) from error
+
+  words = getattr(environment, "actions", None)
+  if (
+    not isinstance(words, (tuple, list))
+    or not words
+    or any(not isinstance(w, str) or w.split() != [w] for w in words)
+    or len(set(words)) < len(words)
+  ):
+    raise InputError(
+      f"environment {name}: actions: expected distinct words without white "
+      f"space, found {words!r}"
+    )
+  seen = try_out("reset(0)", "reset", 0)
+  check_observation(seen, f"environment {name}: reset(0)")
+  step = try_out(f"step({words[0]!r})", "step", words[0])
+  check_step(step, f"environment {name}: step({words[0]!r})")
+
+
+def check_observation(seen: Any, where: str) -> None:
+  """Raises WrongTypeError if `seen` isn't an `Observation` as it should be."""
+  frames = getattr(seen, "frames", None)
+  if (
+    not isinstance(frames, np.ndarray)
+    or frames.dtype != np.uint8
+    or frames.ndim != 4
+    or frames.shape[-1] != 3
+    or not frames.size
+  ):
+    found = type(seen).__name__
+    if isinstance(frames, np.ndarray):
+      found = f"{frames.dtype} {list(frames.shape)}"
+    raise WrongTypeError(
+      f"{where}: expected an Observation with frames uint8 "
+      f"[frames, height, width, 3], found {found}"
+    )
+  if not isinstance(seen.instruction, str):
+    raise WrongTypeError(
+      f"{where}: expected an instruction in words, found "
+      f"{type(seen.instruction).__name__}"
+    )
+
+
+def check_step(step: Any, where: str) -> None:
+  """Raises WrongTypeError or NotFiniteError if `step` is no good `Step`."""
+  if not isinstance(step, tuple) or len(step) != 3:
+    raise WrongTypeError(
+      f"{where}: expected a Step (observation, reward, done), found "
+      f"{type(step).__name__}"
+    )
+  observation, reward, _ = step
+  check_observation(observation, where)
+  if not isinstance(reward, numbers.Real):
+    raise WrongTypeError(
+      f"{where}: expected a number as reward, found {type(reward).__name__}"
+    )
+  if not math.isfinite(reward):
+    raise NotFiniteError(
+      f"{where}: expected a finite number as reward, found {reward}"
+    )
+
+
 class Split(enum.Enum):
   """Uses of episodes; the seeds of two splits never meet."""
 
@@ -133,6 +219,43 @@ def play(
   return Episode(tuple(observations), tuple(taken), total, done)
 
 
+def check_options(length_penalty: float, fps: float, prompt: str) -> None:
+  """Checks what every task on an environment takes.
+
+  Raises:
+    InputError: naming the one that is out of range.
+  """
+  if not 0.0 <= length_penalty <= 1.0:
+    raise InputError(f"length_penalty: expected 0 to 1, found {length_penalty}")
+  if not fps > 0.0:
+    raise InputError(f"fps: expected more than 0, found {fps}")
+  if "{instruction}" not in prompt:
+    raise InputError(
+      f"prompt: expected {{instruction}} in it, found {prompt!r}"
+    )
+
+
+def prompt_row(
+  observation: Observation,
+  seed: int,
+  prompt: str,
+  fps: float,
+  *,
+  blind: bool = False,
+) -> dict[str, Any]:
+  """A row whose prompt is what is seen at the start of an episode."""
+  frames = observation.frames
+  if blind:
+    frames = np.zeros_like(frames)
+  text = prompt.replace("{instruction}", observation.instruction)
+  content = [
+    {"type": "video", "video": list(frames), "fps": fps},
+    {"type": "text", "text": text},
+  ]
+  row = {"prompt": [{"role": "user", "content": content}], "seed": seed}
+  return {**row, "blind": True} if blind else row
+
+
 class PlanTask:
   """One turn per episode: the completion is the whole plan.
 
@@ -175,16 +298,7 @@ class PlanTask:
     """
     if max_actions < 1:
       raise InputError(f"max_actions: expected at least 1, found {max_actions}")
-    if not 0.0 <= length_penalty <= 1.0:
-      raise InputError(
-        f"length_penalty: expected 0 to 1, found {length_penalty}"
-      )
-    if not fps > 0.0:
-      raise InputError(f"fps: expected more than 0, found {fps}")
-    if "{instruction}" not in prompt:
-      raise InputError(
-        f"prompt: expected {{instruction}} in it, found {prompt!r}"
-      )
+    check_options(length_penalty, fps, prompt)
     self.environment = environment
     self.max_actions = max_actions
     self.length_penalty = length_penalty
@@ -214,18 +328,11 @@ class PlanTask:
 
     Returns:
       {"prompt": one user message of a video (list of uint8 [h, w, 3] frames)
-      and a text, "seed": seed}.
+      and a text, "seed": seed}, and "blind": True if it is.
     """
-    observation = self.environment.reset(seed)
-    frames = observation.frames
-    if blind:
-      frames = np.zeros_like(frames)
-    text = self.prompt.replace("{instruction}", observation.instruction)
-    content = [
-      {"type": "video", "video": list(frames), "fps": self.fps},
-      {"type": "text", "text": text},
-    ]
-    return {"prompt": [{"role": "user", "content": content}], "seed": seed}
+    return prompt_row(
+      self.environment.reset(seed), seed, self.prompt, self.fps, blind=blind
+    )
 
   def parse(self, completion: str) -> tuple[str, ...] | None:
     """The action words of `completion`, or None if it is malformed."""

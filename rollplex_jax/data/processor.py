@@ -25,6 +25,8 @@ TEMPLATE = "chat template"
 TEXT_ONLY = "media for a text-only checkpoint"
 RESPONSE = "response"
 
+# Stands for the policy's answer where what follows it is rendered.
+_ANSWER = "\N{OBJECT REPLACEMENT CHARACTER}answer"
 _PLACEHOLDERS = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 
 
@@ -137,7 +139,47 @@ class Processor:
       RowError: if media are missing, unreadable or don't match the
         placeholders, or if the prompt is over the limit. Nothing is ever cut.
     """
-    token_ids, modalities, ordered = self._measure(row, where)
+    return self._prompt(row, self._render_row, where)
+
+  def continuation(self, message: dict[str, Any], where: str = "message", *,
+                   after_end: bool) -> Prompt:
+    """What a conversation goes on with, once the policy has answered.
+
+    The tokens that end the policy's turn (unless it drew that end itself), the
+    user's message and the prompt for the next answer. Nothing that stands
+    already is rendered or tokenized again: ids that were drawn stay what they
+    are.
+
+    Args:
+      message: the user's, of texts, images and videos.
+      where: names it in errors.
+      after_end: the policy's answer ended with the token that ends a turn.
+
+    Returns:
+      As of `prompt`; positions count from 0 on.
+
+    Raises:
+      RowError: as `prompt`; also if the template does not keep messages in
+        order.
+    """
+    def render(messages, where):
+      before = [{"role": "user", "content": "?"},
+                {"role": "assistant", "content": _ANSWER}]
+      _, found, text = self._render(before + messages, where).rpartition(
+          _ANSWER)
+      if not found or not text:
+        raise RowError(where, TEMPLATE, "the chat template leaves out an answer "
+                       "that a message follows; expected it word by word")
+      end = self.tokenizer.eos_token
+      if after_end and end and text.startswith(end):
+        text = text[len(end):]
+      return text
+
+    return self._prompt({"prompt": [message]}, render, where, limited=False)
+
+  def _prompt(self, row, render, where, limited=True) -> Prompt:
+    token_ids, modalities, ordered = self._measure(
+        row, where, render, limited)
     patches = []
     for medium in ordered:
       patches.append(medium.patches(medium.read()))
@@ -179,7 +221,7 @@ class Processor:
     Returns:
       The prompt's length in tokens.
     """
-    token_ids, _, ordered = self._measure(row, where)
+    token_ids, _, ordered = self._measure(row, where, self._render_row)
     if decode:
       for medium in ordered:
         medium.read()
@@ -225,8 +267,14 @@ class Processor:
           [int(i) for i in token_ids], skip_special_tokens=skip_special_tokens,
           clean_up_tokenization_spaces=False)
 
-  def _measure(self, row, where):
+  def _measure(self, row, where, render, limited=True):
     """Everything about a prompt that is known before pixels are read.
+
+    Args:
+      row: whose prompt it is.
+      where: names it in errors.
+      render: (text or messages, where) -> text.
+      limited: the limit of a prompt's length holds.
 
     Returns:
       int32 [T] token ids, the modality of each medium and the media, both in
@@ -238,10 +286,7 @@ class Processor:
           where, TEXT_ONLY,
           f"{self._name} is a text-only checkpoint, found "
           f"{len(layout.images)} images and {len(layout.videos)} videos")
-    text = layout.prompt
-    if not isinstance(text, str):
-      text = self._render(text, where)
-    token_ids = self.encode(text)
+    token_ids = self.encode(render(layout.prompt, where))
     if not token_ids:
       raise RowError(where, TEMPLATE, "the prompt has no tokens")
     if self.config.vision is None:
@@ -260,13 +305,16 @@ class Processor:
           token_ids, counts, self._placeholder_ids, where)
       queues = {modality: iter(group) for modality, group in found.items()}
       ordered = [next(queues[modality]) for modality in modalities]
-    if (self.max_prompt_length is not None
+    if (limited and self.max_prompt_length is not None
         and len(token_ids) > self.max_prompt_length):
       raise RowError(
           where, OVER_LIMIT,
           f"expected a prompt of at most {self.max_prompt_length} tokens, "
           f"found {len(token_ids)}")
     return token_ids, modalities, ordered
+
+  def _render_row(self, prompt, where) -> str:
+    return prompt if isinstance(prompt, str) else self._render(prompt, where)
 
   def _render(self, messages, where) -> str:
     if self.chat_template is None:

@@ -2,24 +2,25 @@
 
 A reward is a plain function `reward(completion, row)`: the policy's text and
 the row it answers. It returns a number, or a dict of numbers with "overall";
-the other entries are reported as metrics.
+the other entries are reported as metrics. A run calls it in worker processes:
+see `reward_workers`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
-import os
 import re
-import sys
-import types
 from typing import Any
 import unicodedata
 
 import numpy as np
 
+from rollplex_jax.data.functions import (
+  NotFiniteError,
+  WrongTypeError,
+  describe,
+)
 from rollplex_jax.errors import InputError
 
 Reward = Callable[[str, Mapping[str, Any]], float | Mapping[str, float]]
@@ -104,40 +105,6 @@ def format_reward(completion: str, row: Mapping[str, Any]) -> float:
   return float(once and filled)
 
 
-def load_reward(spec: str) -> Reward:
-  """Finds a reward function and checks that it can be called as one.
-
-  Args:
-    spec: "module:function" or "path/to/file.py:function".
-
-  Returns:
-    The function.
-
-  Raises:
-    InputError: there is no such module, file or function, importing it fails,
-      or it can't be called with (completion, row).
-  """
-  place, _, name = spec.rpartition(":")
-  if not place or not name:
-    raise InputError(
-      f"reward {spec}: expected module:function or path/to/file.py:function"
-    )
-  is_file = place.endswith(".py")
-  if is_file and not os.path.isfile(place):
-    raise InputError(f"reward {spec}: file {place} not found")
-  try:
-    module = _import_file(place) if is_file else importlib.import_module(place)
-  except Exception as error:
-    raise InputError(
-      f"reward {spec}: importing {place} failed: {_describe(error)}"
-    ) from error
-  reward = getattr(module, name, None)
-  if reward is None:
-    raise InputError(f"reward {spec}: {place} has no function {name}")
-  check_reward(reward, spec)
-  return reward
-
-
 def check_reward(reward: Any, name: str) -> None:
   """Checks that `reward` can be called with (completion, row).
 
@@ -170,7 +137,9 @@ def score_completions(
   *,
   row_indices: Sequence[int] | None = None,
 ) -> list[dict[str, float]]:
-  """Rewards of N completions.
+  """Rewards of N completions, in this process and without any guard.
+
+  `reward_workers.RewardWorkers` is what a run uses.
 
   Args:
     reward: the function.
@@ -196,17 +165,28 @@ def score_completions(
     except InputError as error:
       raise InputError(f"{where}: {error}") from error
     except Exception as error:
-      raise InputError(f"{where}: raised {_describe(error)}") from error
-    scores.append(_normalize_score(value, where))
+      raise InputError(f"{where}: raised {describe(error)}") from error
+    scores.append(normalize_score(value, where))
   return scores
 
 
-def _normalize_score(value: Any, where: str) -> dict[str, float]:
+def normalize_score(value: Any, where: str) -> dict[str, float]:
+  """A reward's value as finite floats, with "overall".
+
+  Args:
+    value: a number, or a dict of numbers.
+    where: names it in errors.
+
+  Raises:
+    WrongTypeError, NotFiniteError: it is something else.
+  """
   if not isinstance(value, Mapping):
     return {"overall": _finite(value, where, "a number or a dict of numbers")}
   if "overall" not in value:
     keys = ", ".join(map(str, value)) or "no keys"
-    raise InputError(f"{where}: expected a dict with 'overall', found {keys}")
+    raise WrongTypeError(
+      f"{where}: expected a dict with 'overall', found {keys}"
+    )
   return {
     str(key): _finite(part, where, f"a number as {key!r}")
     for key, part in value.items()
@@ -214,6 +194,7 @@ def _normalize_score(value: Any, where: str) -> dict[str, float]:
 
 
 def _finite(value: Any, where: str, expected: str) -> float:
+  found = type(value).__name__
   if isinstance(value, numbers.Real):
     result = float(value)
   elif isinstance(value, (np.ndarray, np.generic)) or hasattr(
@@ -221,36 +202,20 @@ def _finite(value: Any, where: str, expected: str) -> float:
   ):
     array = np.asarray(value)
     if array.ndim or array.dtype.kind not in "biuf":
-      found = f"{type(value).__name__} of {array.dtype} {list(array.shape)}"
-      raise InputError(f"{where}: expected {expected}, found {found}")
+      found = f"{found} of {array.dtype} {list(array.shape)}"
+      raise WrongTypeError(
+        f"{where}: expected {expected}, found {found}"
+      )
     result = float(array)
   else:
-    raise InputError(
-      f"{where}: expected {expected}, found {type(value).__name__}"
+    raise WrongTypeError(
+      f"{where}: expected {expected}, found {found}"
     )
   if not math.isfinite(result):
-    raise InputError(f"{where}: expected {expected}, found {result}")
+    raise NotFiniteError(
+      f"{where}: expected {expected}, found {result}"
+    )
   return result
-
-
-def _import_file(path: str) -> types.ModuleType:
-  stem = re.sub(r"\W", "_", os.path.abspath(path))
-  name = f"reward_file_{stem}"
-  spec = importlib.util.spec_from_file_location(name, path)
-  module = importlib.util.module_from_spec(spec)
-  # Before it runs: dataclasses and pickle look their module up by name.
-  sys.modules[name] = module
-  try:
-    spec.loader.exec_module(module)
-  except BaseException:
-    del sys.modules[name]
-    raise
-  return module
-
-
-def _describe(error: Exception) -> str:
-  """The type and message of `error` on one line."""
-  return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _row_answer(row: Mapping[str, Any]) -> Any:

@@ -98,7 +98,13 @@ def embed(params: Params, token_ids: jax.Array, features=None,
   Returns:
     [B, T, D].
   """
-  x = _look_up(params["embed"], token_ids, axis)
+  return put_features(
+      _look_up(params["embed"], token_ids, axis), features, feature_index)
+
+
+def put_features(x: jax.Array, features: jax.Array | None,
+                 feature_index: jax.Array | None) -> jax.Array:
+  """x [..., D] with rows of `features` where the index [...] is not -1."""
   if features is None:
     return x
   seen = sharding.take_local(features, feature_index).astype(x.dtype)

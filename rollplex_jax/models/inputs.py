@@ -64,6 +64,31 @@ class PromptInputs:
   row_ids: jax.Array
 
 
+@struct.dataclass
+class Suffixes:
+  """What follows the prefixes of episodes, where responses and observations
+  take turns.
+
+  A sample's suffix is its last prompt token, its first response, an
+  observation, its second response and so on, without the very last token.
+
+  Attributes:
+    token_ids: int32 [B, G, S], right padded.
+    lengths: int32 [B, G].
+    positions: int32 [B, G, S, 3], M-RoPE rows.
+    feature_index: int32 [B, G, S], row of the observations' merged features,
+      -1 for text.
+    predicts: int32 [B, G, R], from which of the S inputs each response token
+      is predicted.
+  """
+
+  token_ids: jax.Array
+  lengths: jax.Array
+  positions: jax.Array
+  feature_index: jax.Array
+  predicts: jax.Array
+
+
 def plan_vision(patches: np.ndarray, grids: Sequence[Sequence[int]],
                 config: VisionConfig,
                 bucket: Callable[[int], int] = lambda n: n) -> VisionInputs:

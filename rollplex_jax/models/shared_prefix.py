@@ -35,9 +35,11 @@ _TOKENS_KEYS = ("batch", None, None, "kv_heads")
 
 
 def attend_suffixes(q: jax.Array, k: jax.Array, v: jax.Array, prefix,
-                    prefix_lengths: jax.Array,
-                    suffix_lengths: jax.Array) -> jax.Array:
+                    prefix_lengths: jax.Array, suffix_lengths: jax.Array,
+                    history=()) -> jax.Array:
   """Attention of whole suffixes to their prefix and, causally, to themselves.
+
+  With a history there is no kernel: parts of it are joined on any platform.
 
   Args:
     q: [B, G, R, H, h], not scaled.
@@ -46,11 +48,16 @@ def attend_suffixes(q: jax.Array, k: jax.Array, v: jax.Array, prefix,
     prefix: keys [B, K, h, P] and values [B, K, P, h] of the prompts.
     prefix_lengths: int32 [B]; below 0 counts as 0.
     suffix_lengths: int32 [B, G].
+    history: keys [N, K, h, S] and values [N, K, S, h] of each sample's earlier
+      turns and bool [N, S], which of them exist; or nothing.
 
   Returns:
     [B, G, R, H, h] in q's dtype; rows past a suffix's length hold numbers
     without meaning.
   """
+  if history:
+    return _suffixes_by_parts(
+        q, *prefix, k, v, prefix_lengths, suffix_lengths, *history)
   return _choose(
       _suffixes_by_kernel, _suffixes_by_parts,
       (q, *prefix, k, v, prefix_lengths, suffix_lengths),
@@ -59,7 +66,7 @@ def attend_suffixes(q: jax.Array, k: jax.Array, v: jax.Array, prefix,
 
 
 def attend_one(q: jax.Array, prefix, suffix, prefix_lengths: jax.Array,
-               count: jax.Array, own=()) -> jax.Array:
+               count: jax.Array, own=(), history=()) -> jax.Array:
   """Attention of one query per sample to shared prefix and own suffix.
 
   Args:
@@ -69,10 +76,14 @@ def attend_one(q: jax.Array, prefix, suffix, prefix_lengths: jax.Array,
     prefix_lengths: int32 [B]; below 0 counts as 0.
     count: int32 scalar, how many entries of its suffix a query sees.
     own: key and value [B, G, K, h] of one more entry that it sees, or nothing.
+    history: as of `attend_suffixes`.
 
   Returns:
     [B, G, H, h] in q's dtype.
   """
+  if history:
+    return _one_by_parts(q, *prefix, *suffix, prefix_lengths, count, *own,
+                         history=history)
   return _choose(
       _one_by_kernel, _one_by_parts,
       (q, *prefix, *suffix, prefix_lengths, count, *own),
@@ -154,25 +165,28 @@ def _suffixes_by_kernel(q, prefix_k, prefix_v, k, v, prefix_lengths,
 
 
 def _suffixes_by_parts(q, prefix_k, prefix_v, k, v, prefix_lengths,
-                       suffix_lengths):
+                       suffix_lengths, *history):
   del suffix_lengths  # A row past the end sees only what comes before it.
   b, g, r, num_heads, h = q.shape
   num_kv = k.shape[3]
   groups = num_heads // num_kv
   q = (q * h ** -0.5).reshape(b, g, r, num_kv, groups, h)
   q = q.transpose(0, 1, 3, 4, 2, 5)  # [B, G, K, q, R, h]
-  near = layers.attend_part(
-      q.reshape(b * g, num_kv, groups * r, h),
-      k.transpose(0, 1, 3, 4, 2).reshape(b * g, num_kv, h, r),
+  own = q.reshape(b * g, num_kv, groups * r, h)
+  near = [layers.attend_part(
+      own, k.transpose(0, 1, 3, 4, 2).reshape(b * g, num_kv, h, r),
       v.transpose(0, 1, 3, 2, 4).reshape(b * g, num_kv, r, h),
-      jnp.tile(layers.causal_mask(r), (groups, 1)))
+      jnp.tile(layers.causal_mask(r), (groups, 1)))]
+  if history:
+    near.append(_attend_history(own, *history))
   # All of a group's queries are rows of one product with its prefix.
   far = layers.attend_part(
       q.transpose(0, 2, 1, 3, 4, 5).reshape(b, num_kv, g * groups * r, h),
       prefix_k, prefix_v, _prefix_mask(prefix_k, prefix_lengths))
-  near = [a.reshape(b, g, num_kv, groups * r, -1) for a in near]
+  near = [[a.reshape(b, g, num_kv, groups * r, -1) for a in part]
+          for part in near]
   far = [a.reshape(b, num_kv, g, groups * r, -1).swapaxes(1, 2) for a in far]
-  out = layers.join_parts(far, near).astype(v.dtype)
+  out = layers.join_parts(far, *near).astype(v.dtype)
   out = out.reshape(b, g, num_kv, groups, r, h).transpose(0, 1, 4, 2, 3, 5)
   return out.reshape(b, g, r, num_heads, h)
 
@@ -196,7 +210,7 @@ def _one_by_kernel(q, prefix_k, prefix_v, suffix_k, suffix_v, prefix_lengths,
 
 
 def _one_by_parts(q, prefix_k, prefix_v, suffix_k, suffix_v, prefix_lengths,
-                  count, *own):
+                  count, *own, history=()):
   b, g, num_heads, h = q.shape
   num_kv = prefix_k.shape[1]
   q = (q * h ** -0.5).reshape(b, g, num_kv, num_heads // num_kv, h)
@@ -204,14 +218,22 @@ def _one_by_parts(q, prefix_k, prefix_v, suffix_k, suffix_v, prefix_lengths,
   far = layers.attend_part(
       q.swapaxes(1, 2).reshape(b, num_kv, -1, h), prefix_k, prefix_v,
       _prefix_mask(prefix_k, prefix_lengths))
-  near = layers.attend_part(
-      q.reshape(b * g, num_kv, -1, h), suffix_k, suffix_v,
-      jnp.arange(suffix_k.shape[-1]) < count)
+  alone = q.reshape(b * g, num_kv, -1, h)
+  near = [layers.attend_part(
+      alone, suffix_k, suffix_v, jnp.arange(suffix_k.shape[-1]) < count)]
+  if history:
+    near.append(_attend_history(alone, *history))
   far = [a.reshape(b, num_kv, g, -1, a.shape[-1]).swapaxes(1, 2) for a in far]
-  near = [a.reshape(b, g, num_kv, -1, a.shape[-1]) for a in near]
+  near = [[a.reshape(b, g, num_kv, -1, a.shape[-1]) for a in part]
+          for part in near]
   last = [_attend_own(q, *own)] if own else []
-  out = layers.join_parts(far, near, *last).astype(q.dtype)
+  out = layers.join_parts(far, *near, *last).astype(q.dtype)
   return out.reshape(b, g, num_heads, h)
+
+
+def _attend_history(q, keys, values, exists):
+  """`layers.attend_part` of each sample to its earlier turns: q [N, K, q, h]."""
+  return layers.attend_part(q, keys, values, exists[:, None, None])
 
 
 def _attend_own(q, k, v):

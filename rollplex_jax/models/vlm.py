@@ -72,8 +72,8 @@ def num_features(config: ModelConfig, inputs: VisionInputs) -> int:
 
 
 def forward(params: Params, config: ModelConfig, token_ids: jax.Array,
-            positions: jax.Array, features=None, feature_index=None, *,
-            remat: bool = False) -> jax.Array:
+            positions: jax.Array, features=None, feature_index=None,
+            observed=None, observed_index=None, *, remat: bool = False) -> jax.Array:
   """Final hidden states [B, T, D] of whole right-padded sequences.
 
   Args:
@@ -83,8 +83,11 @@ def forward(params: Params, config: ModelConfig, token_ids: jax.Array,
     positions: int32 [3, B, T].
     features: merged vision features [f, D], or None.
     feature_index: int32 [B, T], a row of `features`, -1 for text.
+    observed: features of another table, or None.
+    observed_index: the same of a row in that one.
     remat: recompute layers in the backward pass.
   """
   x = decoder.embed(params["text"], token_ids, features, feature_index)
+  x = decoder.put_features(x, observed, observed_index)
   return architectures.text_model(config.text).hidden_states(
       params["text"], config.text, x, positions, remat=remat)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from rollplex_jax.models import decoder, vlm
 from rollplex_jax.models.config import ModelConfig
-from rollplex_jax.models.inputs import PromptInputs, VisionInputs
+from rollplex_jax.models.inputs import PromptInputs, Suffixes, VisionInputs
 from rollplex_jax.models.weights import Params
 
 
@@ -28,11 +28,14 @@ class Responses:
     prompt_index: int32 [N], row of each sample's prompt.
     token_ids: int32 [N, R], right padded.
     lengths: int32 [N].
+    suffix: of episodes of several turns, where those tokens stand: see
+      `Suffixes`, here with the samples in one dimension.
   """
 
   prompt_index: jax.Array
   token_ids: jax.Array
   lengths: jax.Array
+  suffix: Suffixes | None = None
 
   @property
   def mask(self) -> jax.Array:
@@ -50,9 +53,12 @@ def join(prompts: PromptInputs, responses: Responses):
 
   Returns:
     token_ids int32 [N, P+R], positions int32 [3, N, P+R] and feature_index
-    int32 [N, P+R].
+    int32 [N, P+R]; of episodes with S - 1 in place of R.
   """
-  p, r = prompts.token_ids.shape[1], responses.token_ids.shape[1]
+  suffix = responses.suffix
+  after_ids = (responses.token_ids if suffix is None
+               else suffix.token_ids[:, 1:])
+  p, r = prompts.token_ids.shape[1], after_ids.shape[1]
   row = responses.prompt_index
   length = prompts.lengths[row][:, None]
   t = jnp.arange(p + r)[None, :]
@@ -61,8 +67,11 @@ def join(prompts: PromptInputs, responses: Responses):
   at = jnp.broadcast_to(jnp.minimum(t, p - 1), (row.shape[0], p + r))
   take = lambda a, i: jnp.take_along_axis(a, i, axis=-1)
   token_ids = jnp.where(in_prompt, take(prompts.token_ids[row], at),
-                        take(responses.token_ids, back))
+                        take(after_ids, back))
   after = prompts.next_position[row][:, None] + t - length
+  if suffix is not None:
+    after = take(jnp.moveaxis(suffix.positions[:, 1:], -1, 0),
+                 back[None].repeat(3, 0))
   positions = jnp.where(
       in_prompt, take(prompts.positions[:, row], at[None].repeat(3, 0)), after)
   feature_index = jnp.where(
@@ -70,29 +79,47 @@ def join(prompts: PromptInputs, responses: Responses):
   return token_ids, positions, feature_index
 
 
+def observed_index(prompts: PromptInputs,
+                   responses: Responses) -> jax.Array | None:
+  """int32 [N, P+S-1], rows of the features of observations in what `join`
+  gives, -1 for other tokens; None without turns."""
+  if responses.suffix is None:
+    return None
+  index = responses.suffix.feature_index[:, 1:]
+  p, s = prompts.token_ids.shape[1], index.shape[1]
+  length = prompts.lengths[responses.prompt_index][:, None]
+  t = jnp.arange(p + s)[None, :]
+  index = jnp.take_along_axis(index, jnp.clip(t - length, 0, s - 1), axis=-1)
+  return jnp.where(t < length, -1, index)
+
+
 def response_hidden(
     params: Params, config: ModelConfig, prompts: PromptInputs,
-    features: jax.Array | None, responses: Responses, *,
+    features: jax.Array | None, responses: Responses,
+    observed: VisionInputs | None = None, *,
     remat: bool = False) -> jax.Array:
   """Final hidden states [N, R, D] from which response tokens are predicted.
 
   Arguments are those of `response_logprobs`.
   """
   token_ids, positions, feature_index = join(prompts, responses)
-  hidden = vlm.forward(params, config, token_ids, positions, features,
-                       feature_index, remat=remat)
+  hidden = vlm.forward(
+      params, config, token_ids, positions, features, feature_index,
+      vlm.vision_features(params, config, observed),
+      observed_index(prompts, responses), remat=remat)
   # The logits for response token j come from the position before it.
-  r = responses.token_ids.shape[1]
+  at = jnp.arange(responses.token_ids.shape[1])
+  if responses.suffix is not None:
+    at = responses.suffix.predicts
   first = prompts.lengths[responses.prompt_index][:, None] - 1
-  return jnp.take_along_axis(
-      hidden, (first + jnp.arange(r))[..., None], axis=1)
+  return jnp.take_along_axis(hidden, (first + at)[..., None], axis=1)
 
 
 def response_logprobs(
     params: Params, config: ModelConfig, prompts: PromptInputs,
-    features: jax.Array | None, responses: Responses, *,
-    temperature: float = 1.0, remat: bool = False,
-    with_entropy: bool = False):
+    features: jax.Array | None, responses: Responses,
+    observed: VisionInputs | None = None, *, temperature: float = 1.0,
+    remat: bool = False, with_entropy: bool = False):
   """Log-probs of every response token given what stands before it.
 
   Args:
@@ -101,6 +128,7 @@ def response_logprobs(
     prompts: B prompts.
     features: merged vision features [f, D] of those prompts, or None.
     responses: N responses.
+    observed: patches of their later observations, if there are any.
     temperature: of the softmax.
     remat: recompute layers in the backward pass.
     with_entropy: also return entropies.
@@ -110,7 +138,7 @@ def response_logprobs(
     float32 [N, R] entropies or None.
   """
   hidden = response_hidden(
-      params, config, prompts, features, responses, remat=remat)
+      params, config, prompts, features, responses, observed, remat=remat)
   return decoder.token_logprobs(
       params["text"], hidden, responses.token_ids, temperature,
       with_entropy=with_entropy)
@@ -122,9 +150,9 @@ LossFn = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 def loss_and_grad(
     trained: Params, frozen: Params, config: ModelConfig,
     prompts: PromptInputs, features: jax.Array | None,
-    vision: VisionInputs | None, responses: Responses, loss_fn, *,
-    temperature: float = 1.0, remat: bool = False,
-    with_entropy: bool = False):
+    vision: VisionInputs | None, responses: Responses, loss_fn,
+    observed: VisionInputs | None = None, *, temperature: float = 1.0,
+    remat: bool = False, with_entropy: bool = False):
   """Loss and gradient of one micro-batch.
 
   Args:
@@ -136,6 +164,7 @@ def loss_and_grad(
     vision: their patches; used where the tower is trained.
     responses: N responses.
     loss_fn: (logprobs [N, R], entropies or None) -> (loss, metrics).
+    observed: patches of later observations, if there are any.
     temperature: of the softmax.
     remat: recompute layers in the backward pass.
     with_entropy: hand entropies to `loss_fn`.
@@ -150,8 +179,8 @@ def loss_and_grad(
     if "visual" in trained:
       seen = vlm.vision_features(params, config, vision)
     logprobs, entropy = response_logprobs(
-        params, config, prompts, seen, responses, temperature=temperature,
-        remat=remat, with_entropy=with_entropy)
+        params, config, prompts, seen, responses, observed,
+        temperature=temperature, remat=remat, with_entropy=with_entropy)
     return loss_fn(logprobs, entropy)
 
   out, grads = jax.value_and_grad(compute, has_aux=True)(trained)

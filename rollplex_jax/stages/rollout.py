@@ -2,11 +2,13 @@
 
 Each prompt's prefix keys and values are held once; its G completions attend to
 them together and to their own suffix cache. One compiled loop draws tokens
-until every completion has ended or the length limit is reached.
+until every completion has ended or the length limit is reached. In later turns
+of an episode they attend to their own earlier turns, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import functools
 
 from flax import struct
@@ -63,6 +65,30 @@ class DecodeState:
 
 
 @struct.dataclass
+class Turn:
+  """Where the samples of a batch stand in a later turn of their episodes.
+
+  Attributes:
+    last: int32 [B, G], the last token of what they have seen.
+    last_position: int32 [B, G, 3], its M-RoPE position.
+    next_position: int32 [B, G], position of the next response token.
+    over: bool [B, G], True where there is no next turn.
+    first_draw: int32 scalar, number of the turn's first draw in its episode.
+    history: per layer, keys [N, K, h, S] and values [N, K, S, h] of all inputs
+      after the prefix and before `last`, where N = B * G.
+    exists: bool [N, S], which entries of the history do.
+  """
+
+  last: jax.Array
+  last_position: jax.Array
+  next_position: jax.Array
+  over: jax.Array
+  first_draw: jax.Array
+  history: Sequence[tuple[jax.Array, jax.Array]] = ()
+  exists: jax.Array | None = None
+
+
+@struct.dataclass
 class DecodeInputs:
   """What every decode step reads.
 
@@ -70,9 +96,12 @@ class DecodeInputs:
     prefix_kv: per layer, keys [B, K, h, P] and values [B, K, P, h].
     prefix_lengths: int32 [B], prefix entries that exist; -1 where a row pads
       the batch.
-    last_position: int32 [3, B], of the last prompt token.
-    next_position: int32 [B], of the first response token.
+    last_position: int32 [3, B, g], of the last token seen; g is 1 where it is
+      the same for a whole group.
+    next_position: int32 [B, g], of the first response token.
     keys: typed PRNG keys [N].
+    first_draw: int32 scalar, number of the first draw.
+    history: per layer, what `shared_prefix` takes; empty in a first turn.
   """
 
   prefix_kv: list[tuple[jax.Array, jax.Array]]
@@ -80,29 +109,41 @@ class DecodeInputs:
   last_position: jax.Array
   next_position: jax.Array
   keys: jax.Array
+  first_draw: jax.Array
+  history: list[tuple[jax.Array, ...]]
 
 
-def decode_inputs(prompts: PromptInputs, prefix_kv,
-                  keys: jax.Array) -> DecodeInputs:
+def decode_inputs(prompts: PromptInputs, prefix_kv, keys: jax.Array,
+                  turn: Turn | None = None) -> DecodeInputs:
   """Collects what the steps read, for keys [B, G]."""
+  shared = dict(prefix_kv=prefix_kv, prefix_lengths=prompts.lengths - 1,
+                keys=keys.reshape(-1))
+  if turn is not None:
+    return DecodeInputs(
+        last_position=jnp.moveaxis(turn.last_position, -1, 0),
+        next_position=turn.next_position, first_draw=turn.first_draw,
+        history=[(*kv, turn.exists) for kv in turn.history], **shared)
   last_position = jnp.take_along_axis(
       prompts.positions, prompts.lengths[None, :, None] - 1, axis=2)
   return DecodeInputs(
-      prefix_kv=prefix_kv,
-      prefix_lengths=prompts.lengths - 1,
-      last_position=last_position[..., 0],
-      next_position=prompts.next_position,
-      keys=keys.reshape(-1))
+      last_position=last_position, next_position=prompts.next_position[:, None],
+      first_draw=jnp.zeros((), jnp.int32), history=[], **shared)
 
 
 def start(sampling: sampling_lib.SamplingConfig, prompts: PromptInputs,
-          prefix_kv, num_generations: int) -> DecodeState:
-  """The state before the first token: every sample holds its last prompt
-  token as next input. Suffix caches are like `prefix_kv` but for size."""
+          prefix_kv, num_generations: int,
+          turn: Turn | None = None) -> DecodeState:
+  """The state before the first token: every sample holds the last token that
+  it has seen as next input. Suffix caches are like `prefix_kv` but for size."""
   b, r = prompts.token_ids.shape[0], sampling.max_completion_length
   g = num_generations
-  last = jnp.take_along_axis(
-      prompts.token_ids, prompts.lengths[:, None] - 1, axis=1)
+  # Rows that pad the batch have length 0 and nothing to say.
+  done = jnp.broadcast_to(prompts.lengths[:, None] == 0, (b, g))
+  if turn is None:
+    last = jnp.take_along_axis(
+        prompts.token_ids, prompts.lengths[:, None] - 1, axis=1)
+  else:
+    last, done = turn.last, done | turn.over
 
   def cache(keys, values):
     k, h = keys.shape[1:3]
@@ -112,8 +153,7 @@ def start(sampling: sampling_lib.SamplingConfig, prompts: PromptInputs,
   return DecodeState(
       index=jnp.zeros((), jnp.int32),
       last=jnp.broadcast_to(last, (b, g)),
-      # Rows that pad the batch have length 0 and nothing to say.
-      done=jnp.broadcast_to(prompts.lengths[:, None] == 0, (b, g)),
+      done=done,
       token_ids=jnp.zeros((b, g, r), jnp.int32),
       logprobs=jnp.zeros((b, g, r), jnp.float32),
       lengths=jnp.zeros((b, g), jnp.int32),
@@ -123,8 +163,9 @@ def start(sampling: sampling_lib.SamplingConfig, prompts: PromptInputs,
 
 def decode(params: Params, config: ModelConfig,
            sampling: sampling_lib.SamplingConfig, prompts: PromptInputs,
-           prefix_kv, keys: jax.Array) -> Completions:
-  """Draws G completions for each of B prompts.
+           prefix_kv, keys: jax.Array,
+           turn: Turn | None = None) -> Completions:
+  """Draws G completions for each of B prompts, or their next turn.
 
   Args:
     params: {"text": ..., ...}.
@@ -134,16 +175,17 @@ def decode(params: Params, config: ModelConfig,
     prefix_kv: per layer, the prompts' keys [B, K, h, P] and values
       [B, K, P, h].
     keys: typed PRNG keys [B, G].
+    turn: where the samples stand, in a later turn of their episodes.
 
   Returns:
     `Completions` with arrays of [B, G, R].
   """
-  inputs = decode_inputs(prompts, prefix_kv, keys)
+  inputs = decode_inputs(prompts, prefix_kv, keys, turn)
   state = jax.lax.while_loop(
       lambda state: unfinished(state, sampling),
       lambda state: decode_step(
           params["text"], config.text, sampling, inputs, state),
-      start(sampling, prompts, prefix_kv, keys.shape[1]))
+      start(sampling, prompts, prefix_kv, keys.shape[1], turn))
   return completions(state, sampling)
 
 
@@ -191,12 +233,12 @@ def decode_step(text: Params, config: TextConfig,
 
 def token_rows(text: Params, config: TextConfig, inputs: DecodeInputs,
                state: DecodeState, axis: decoder.Axis = None):
-  """Embedded inputs [B, G, D] of a step, with angles [B, 1, h]."""
+  """Embedded inputs [B, G, D] of a step, with angles [B, g, h]."""
   position = jnp.where(
       state.index == 0, inputs.last_position,
       inputs.next_position + state.index - 1)
   return (decoder.embed(text, state.last, axis=axis),
-          decoder.rope(config, position[..., None]))
+          decoder.rope(config, position))
 
 
 def attend(inputs: DecodeInputs, state: DecodeState, layer: int, *,
@@ -208,7 +250,8 @@ def attend(inputs: DecodeInputs, state: DecodeState, layer: int, *,
   """
   return functools.partial(
       attend_step, prefix=inputs.prefix_kv[layer], suffix=state.cache[layer],
-      index=state.index, prefix_lengths=inputs.prefix_lengths, write=write)
+      index=state.index, prefix_lengths=inputs.prefix_lengths,
+      history=inputs.history[layer] if inputs.history else (), write=write)
 
 
 def draw(text: Params, config: TextConfig,
@@ -220,12 +263,14 @@ def draw(text: Params, config: TextConfig,
   x = layers.rms_norm(x, text["norm"], config.rms_norm_eps)
   scores = decoder.logits(text, x, axis=axis)
   tokens, logprobs = sampling_lib.sample(
-      scores.reshape(b * g, -1), inputs.keys, state.index, sampling)
+      scores.reshape(b * g, -1), inputs.keys, inputs.first_draw + state.index,
+      sampling)
   return advance(state, sampling, tokens.reshape(b, g),
                  logprobs.reshape(b, g), cache)
 
 
-def attend_step(q, k, v, *, prefix, suffix, index, prefix_lengths, write=True):
+def attend_step(q, k, v, *, prefix, suffix, index, prefix_lengths, history=(),
+                write=True):
   """Attention of one query per sample to shared prefix and own suffix.
 
   Args:
@@ -236,6 +281,7 @@ def attend_step(q, k, v, *, prefix, suffix, index, prefix_lengths, write=True):
     suffix: keys [N, K, h, R] and values [N, K, R, h].
     index: int32 scalar, how many entries the suffix has.
     prefix_lengths: int32 [B].
+    history: of the samples' earlier turns, if there are any.
     write: put k and v into the suffix first.
 
   Returns:
@@ -251,7 +297,7 @@ def attend_step(q, k, v, *, prefix, suffix, index, prefix_lengths, write=True):
     extra = entry
     count, own = index, (k, v)
   out = shared_prefix.attend_one(
-      q, prefix, suffix, prefix_lengths, count, own)
+      q, prefix, suffix, prefix_lengths, count, own, history)
   return out.reshape(b, g, -1), extra
 
 

@@ -110,7 +110,7 @@ class TrainState:
 
   # Updates applied, int32 [].
   step: jax.Array
-  # Updates refused because the gradient was not finite, int32 [].
+  # Updates refused because loss or gradient was not finite, int32 [].
   skipped_steps: jax.Array
   # Master weights, float32.
   params: Params
@@ -231,11 +231,13 @@ def apply_gradients(
   grads: Params,
   optimizer: optax.GradientTransformation,
   compute_dtype: jax.typing.DTypeLike,
+  loss: jax.Array | None = None,
 ) -> tuple[TrainState, Params, dict[str, jax.Array]]:
   """One update. Donates `state`; see the module on who owns what.
 
-  A gradient whose global norm is not finite changes neither weights nor
-  moments nor the schedule: only `skipped_steps` counts it.
+  A gradient whose global norm is not finite, or one of a loss that is not,
+  changes neither weights nor moments nor the schedule: only `skipped_steps`
+  counts it.
 
   Args:
     state: deleted by the call.
@@ -243,6 +245,8 @@ def apply_gradients(
       of `state.params`.
     optimizer: of `make_optimizer`, or any optax transformation.
     compute_dtype: dtype of the compute parameters.
+    loss: float32 [], whose gradient it is; None where only the gradient is
+      looked at.
 
   Returns:
     The new state; the new compute parameters, which are the leaves of
@@ -257,7 +261,7 @@ def apply_gradients(
   _check_gradients(state.params, grads)
   dtype = jnp.dtype(compute_dtype)
   state, compute_params, metrics = update_program(
-    state, grads, optimizer, dtype
+    state, grads, optimizer, dtype, loss
   )
   if compute_params is None:
     compute_params = state.params
@@ -274,6 +278,7 @@ def update_program(
   grads: Params,
   optimizer: optax.GradientTransformation,
   compute_dtype: jnp.dtype,
+  loss: jax.Array | None = None,
 ) -> tuple[TrainState, Params | None, dict[str, jax.Array]]:
   """The compiled part of `apply_gradients`, unchecked.
 
@@ -282,6 +287,8 @@ def update_program(
   """
   grad_norm = optax.tree.norm(grads)
   finite = jnp.isfinite(grad_norm)
+  if loss is not None:
+    finite &= jnp.isfinite(loss)
 
   def update(state):
     updates, opt_state = optax.with_extra_args_support(optimizer).update(

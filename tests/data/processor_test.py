@@ -16,6 +16,7 @@ from rollplex_jax.data.processor import Processor
 from rollplex_jax.data.row_schema import RowError, validate_row
 from rollplex_jax.data.rows import RowList, select_rows
 from rollplex_jax.errors import InputError
+from rollplex_jax.models.positions import next_position
 from tests.goldens import inputs
 from tests.helpers import tiny_tokenizer
 
@@ -252,6 +253,52 @@ class RefusalTest(_Case):
     self.assert_refused({"prompt": _user(_text())},
                         "the chat template refuses .*roles must alternate",
                         "chat template", processor)
+
+
+class ContinuationTest(_Case):
+  """What is added after a response is what one conversation would hold."""
+
+  def setUp(self):
+    super().setUp()
+    self.first = _user(_image(), _text())
+    self.then = _user(
+        _text(), {"type": "video", "video": _FRAMES, "fps": 2.0},
+        _image(_WIDE))
+
+  def test_goes_on_as_one_conversation(self):
+    whole = self.prompt({"prompt": [
+        *self.first, {"role": "assistant", "content": "go to the ball"},
+        *self.then]})
+    before = self.prompt({"prompt": self.first})
+    response = self.processor.encode("go to the ball")
+    for end in (False, True):
+      seen = self.processor.continuation(self.then[0], after_end=end)
+      drawn = response + [self.processor.tokenizer.eos_token_id] * end
+      np.testing.assert_array_equal(whole.token_ids, np.concatenate(
+          [before.token_ids, drawn, seen.token_ids]))
+      start = len(before.token_ids) + len(drawn)
+      first = next_position(before.positions) + len(drawn)
+      np.testing.assert_array_equal(
+          whole.positions[:, start:], seen.positions + first)
+      features = len(before.patches) // 4
+      np.testing.assert_array_equal(
+          whole.feature_index[start:],
+          np.where(seen.feature_index >= 0, seen.feature_index + features, -1))
+      np.testing.assert_array_equal(
+          whole.patches, np.concatenate([before.patches, seen.patches]))
+
+  def test_the_limit_is_one_of_prompts(self):
+    processor = Processor.from_checkpoint(self.folder, max_prompt_length=4)
+    self.assertGreater(len(processor.continuation(
+        self.then[0], after_end=True).token_ids), 4)
+
+  def test_a_template_without_answers_is_refused(self):
+    processor = Processor.from_checkpoint(self.folder)
+    processor.chat_template = "{{ messages[0]['content'] }}"
+    with self.assertRaisesRegex(
+        RowError, "^episode 3, turn 1: the chat template leaves out an answer"):
+      processor.continuation(
+          self.then[0], "episode 3, turn 1", after_end=True)
 
 
 class ResponseTest(_Case):

@@ -6,7 +6,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 import numpy as np
 
-from rollplex_jax.data import rewards
+from rollplex_jax.data import functions, rewards
 from rollplex_jax.errors import InputError
 
 
@@ -125,6 +125,12 @@ class FormatRewardTest(parameterized.TestCase):
     self.assertEqual(rewards.format_reward(completion, {}), expected)
 
 
+def _load(spec):
+  reward = functions.load_function(spec, "reward")
+  rewards.check_reward(reward, spec)
+  return reward
+
+
 class LoadRewardTest(parameterized.TestCase):
 
   def _file(self, text):
@@ -135,7 +141,7 @@ class LoadRewardTest(parameterized.TestCase):
     return path
 
   def test_from_a_module(self):
-    loaded = rewards.load_reward("rollplex_jax.data.rewards:exact_match")
+    loaded = _load("rollplex_jax.data.rewards:exact_match")
     self.assertIs(loaded, rewards.exact_match)
 
   def test_from_a_file_with_a_dataclass(self):
@@ -145,14 +151,14 @@ class LoadRewardTest(parameterized.TestCase):
       "def reward(completion, row, *, scale=2.0):\n"
       "  return Score(scale * len(completion)).value\n"
     )
-    self.assertEqual(rewards.load_reward(f"{path}:reward")("abc", {}), 6.0)
+    self.assertEqual(_load(f"{path}:reward")("abc", {}), 6.0)
 
   def test_two_files_of_one_name_stay_apart(self):
     paths = [
       self._file(f"def reward(completion, row):\n  return {value}\n")
       for value in (1.0, 2.0)
     ]
-    loaded = [rewards.load_reward(f"{path}:reward") for path in paths]
+    loaded = [_load(f"{path}:reward") for path in paths]
     self.assertEqual([one("", {}) for one in loaded], [1.0, 2.0])
 
   @parameterized.parameters(
@@ -165,7 +171,7 @@ class LoadRewardTest(parameterized.TestCase):
   )
   def test_what_is_not_there(self, spec, message):
     with self.assertRaisesRegex(InputError, message) as caught:
-      rewards.load_reward(spec)
+      _load(spec)
     self.assertIn(f"reward {spec}:", str(caught.exception))
     self.assertNotIn("\n", str(caught.exception))
 
@@ -179,7 +185,7 @@ class LoadRewardTest(parameterized.TestCase):
   )
   def test_what_can_not_be_called(self, text, message):
     with self.assertRaisesRegex(InputError, message) as caught:
-      rewards.load_reward(f"{self._file(text)}:f")
+      _load(f"{self._file(text)}:f")
     self.assertNotIn("\n", str(caught.exception))
 
 

@@ -19,6 +19,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from experiments import common
+from rollplex_jax.config import TrainConfig
 
 # The modules that define a command's flags, beside `experiments.common`.
 _FLAG_MODULES = {
@@ -37,6 +38,8 @@ _FLAG_MODULES = {
     "study": ("experiments.study",),
     "train": ("experiments.train", "experiments.processes"),
 }
+# Whose keys are a command's flags.
+_CONFIGS = {"train": TrainConfig}
 _set_aside: dict[str, list[flags.Flag]] = {}
 
 
@@ -62,7 +65,7 @@ def run(command: str, *args: str) -> Result:
     sys.modules.pop("config_config", None)
     warnings.filterwarnings("ignore", r"the load_module\(\) method is")
     try:
-      common.run(module.main)
+      common.run(module.main, config=_CONFIGS.get(command))
     except SystemExit as end:
       status = end.code or 0
   return Result(status, out.getvalue(), err.getvalue())

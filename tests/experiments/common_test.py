@@ -13,6 +13,7 @@ from absl.testing import absltest, parameterized
 
 from experiments import common
 from experiments.display import TrainDisplay
+from rollplex_jax.config import TrainConfig
 from rollplex_jax.errors import InputError
 from rollplex_jax.loop import Progress
 from tests.experiments import commands
@@ -54,6 +55,22 @@ class OutputTest(absltest.TestCase):
       with self.assertRaisesRegex(InputError, "the folder .* is not writable"):
         common.check_output("x", str(self.folder / "new"))
     self.assertEqual(os.listdir(self.folder), ["file"])
+
+
+class ConfigTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ("--config.optimizer.learn_rate=1", "--config.optimizer.learn_rate: no "
+       "such key; did you mean learning_rate?"),
+      ("--config.total_step=1", "--config.total_step: no such key; did you mean "
+       "total_steps?"))
+  def test_unknown_keys_of_a_command_with_defaults(self, flag, message):
+    err = io.StringIO()
+    with (mock.patch.object(sys, "argv", ["quickstart", flag]),
+          contextlib.redirect_stderr(err), self.assertRaises(SystemExit) as end):
+      common.define_config(TrainConfig())
+    self.assertEqual((end.exception.code, err.getvalue()),
+                     (1, f"error: {message}\n"))
 
 
 class RunTest(parameterized.TestCase):

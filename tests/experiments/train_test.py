@@ -7,14 +7,17 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 import jax
 import numpy as np
 import pytest
 
+from rollplex_jax import scoring
 from rollplex_jax.config import TrainConfig, from_config_dict
 from rollplex_jax.data.processor import Processor
+from rollplex_jax.errors import InputError
 from rollplex_jax.models import hf
 from tests.experiments import commands
 from tests.helpers import devices, tiny_checkpoint
@@ -31,11 +34,6 @@ def one(completion, row):
 
 def breaks(completion, row):
   return "good"
-
-calls = []
-def breaks_later(completion, row):
-  calls.append(completion)
-  return float(len(calls)) if len(calls) <= 8 else None
 
 def no_row(completion):
   return 1.0
@@ -233,8 +231,11 @@ class SupervisedTest(_Case):
 class BadInputTest(_Case):
 
   @parameterized.parameters(
-      ("totl_steps=3", '--config.totl_steps: no such key. Did you mean "total'),
+      ("totl_steps=3",
+       "--config.totl_steps: no such key; did you mean total_steps?"),
       ("optimizer.lr=1", "--config.optimizer.lr: no such key"),
+      ("rolout.num_generations=1", "--config.rolout.num_generations: no such "
+       "key; did you mean --config.rollout.num_generations?"),
       ("optimizer.learning_rate=fast", ".*learning_rate=fast"),
       ("total_steps=1.5", ".*total_steps=1.5"),
       ("objective.loss_type=ppo", "config.objective.loss_type='ppo': expected"),
@@ -259,14 +260,28 @@ class BadInputTest(_Case):
                         reward="no_row")
 
   def test_reward_that_breaks_leaves_nothing(self):
-    self.assert_refused("reward breaks, row [0-3]: expected a number or a dict",
-                        "objective.beta=0", reward="breaks")
+    self.assert_refused(
+        r"reward .*:breaks: dry run on .*rows.jsonl:1 with completion '': its "
+        "value: expected a number or a dict of numbers, found str",
+        reward="breaks")
 
-  def test_reward_that_breaks_later_leaves_what_was_done(self):
-    result = self.run_command("objective.beta=0", reward="breaks_later",
-                              flags=("--notensorboard",))
+  def fail_from(self, step):
+    """Has scoring fail, as nothing that a reward does makes it."""
+    score, steps = scoring.score, []
+
+    def late(*args):
+      steps.append(None)
+      if len(steps) >= step:
+        raise InputError("it broke")
+      return score(*args)
+
+    self.enter_context(mock.patch.object(scoring, "score", late))
+
+  def test_a_run_that_fails_later_leaves_what_was_done(self):
+    self.fail_from(2)
+    result = self.run_command("objective.beta=0", flags=("--notensorboard",))
     self.assertEqual(result.status, 1)
-    self.assertRegex(result.err, r"found NoneType \(metrics and samples of 1 "
+    self.assertRegex(result.err, r"it broke \(metrics and samples of 1 "
                      f"steps, checkpoints up to step 1 are in {self.out}")
     self.assertCountEqual(os.listdir(self.out), [
         "checkpoints", "config.json", "metrics.jsonl", "samples.jsonl"])
@@ -295,7 +310,8 @@ class BadInputTest(_Case):
     self.assertEqual(result.status, 1)
     self.assertEqual(commands.tree(self.out), files)
     # What goes is the run and not what lies beside it.
-    result = self.run_command("objective.beta=0", reward="breaks", flags=(
+    self.fail_from(1)
+    result = self.run_command("objective.beta=0", flags=(
         "--overwrite", "--notensorboard"))
     self.assertEqual(result.status, 1)
     self.assertEqual(commands.tree(self.out), {"notes.txt": b"mine"})
@@ -309,7 +325,7 @@ class BadInputTest(_Case):
       ("def get_config():\n  return {'a': 1}\n", ".*a ConfigDict, found dict"),
       ("import ml_collections\ndef get_config():\n"
        "  return ml_collections.ConfigDict({'steps': 1})\n",
-       "config.steps: no such key"),
+       "config.steps: no such key; did you mean total_steps?"),
       ("import ml_collections\ndef get_config():\n"
        "  return ml_collections.ConfigDict({'total_steps': '1'})\n",
        "config.total_steps='1': expected int"),
@@ -327,6 +343,17 @@ class BadInputTest(_Case):
     self.assertEqual(result.status, 1)
     self.assertRegex(result.err, f"^error: {message}")
     self.assertEqual(result.err.count("\n"), 1)
+
+  def test_key_that_the_file_lacks(self):
+    path = pathlib.Path(
+        self.enterContext(tempfile.TemporaryDirectory())) / "config.py"
+    path.write_text("import ml_collections\ndef get_config():\n"
+                    "  return ml_collections.ConfigDict({'total_steps': 1})\n")
+    result = commands.run("train", f"--config={path}", "--config.seed=1",
+                          f"--output_dir={self.out}")
+    self.assertEqual(
+        (result.status, result.err), (1, "error: --config.seed: the "
+        "configuration file does not have this key; set it there\n"))
 
   @parameterized.parameters("dapo", "grpo", "supervised")
   def test_config_files_of_the_project(self, name):
@@ -352,13 +379,18 @@ class ProcessTest(_Case):
          f"--config.policy.path={self.model}", f"--config.data.rows={rows}",
          f"--config.data.reward={self.folder}/my_reward.py:breaks",
          "--config.data.skip_bad_rows", "--config.train_batch_size=2",
-         *[f"--config.{s}" for s in _BASE if "train_batch" not in s]],
+         "--config.data.reward_dry_run=False", "--config.objective.beta=0",
+         *[f"--config.{s}" for s in (*_BASE, "total_steps=1")
+           if "train_batch" not in s]],
         capture_output=True, text=True, check=False, cwd=_ROOT)
-    self.assertEqual(done.returncode, 1)
+    self.assertEqual(done.returncode, 0)
     self.assertIn("skipped 2 of 4 rows\n", done.stdout)
     self.assertRegex(done.stdout, "1 placeholder count; first: .*:2: ")
-    self.assertRegex(done.stderr, "^error: reward breaks, row .*found str\n$")
-    self.assertFalse(self.out.parent.exists())
+    # One line, whatever number of rewards broke.
+    self.assertRegex(done.stderr, "^.*reward .*:breaks, row .*found str; it sco"
+                     ".*reward/errors/wrong_type\n$")
+    (line,) = self.metrics()
+    self.assertEqual(line["reward/errors/wrong_type"], 1.0)
 
 
 if __name__ == "__main__":

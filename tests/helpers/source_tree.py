@@ -32,6 +32,7 @@ class Target:
   deps: frozenset[str]
   where: str  # The BUILD file.
   is_test: bool
+  slow: frozenset[str] = frozenset()  # Modules with slow tests.
 
 
 def modules(root: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -98,17 +99,20 @@ def _targets_of(root: pathlib.Path, build: pathlib.Path) -> list[Target]:
         path.relative_to(folder).as_posix() for path in names
         if not _in_subpackage(path, folder))
 
-  def note(name, srcs, deps, is_test):
-    dotted = [
+  def dotted(sources):
+    names = [
         ".".join((*folder.relative_to(root).parts,
                   *pathlib.PurePath(source).with_suffix("").parts))
-        for source in srcs]
+        for source in sources]
+    return frozenset(name.removesuffix(".__init__") for name in names)
+
+  def note(name, srcs, deps, is_test, slow=()):
     found.append(Target(
         label=_full_label(f":{name}", package),
-        modules=frozenset(name.removesuffix(".__init__") for name in dotted),
+        modules=dotted(srcs),
         deps=frozenset(_full_label(dep, package) for dep in deps),
         where=build.relative_to(root).as_posix(),
-        is_test=is_test))
+        is_test=is_test, slow=dotted(slow)))
 
   def py_library(name, srcs=(), deps=(), **_):
     note(name, srcs, deps, is_test=False)
@@ -116,14 +120,15 @@ def _targets_of(root: pathlib.Path, build: pathlib.Path) -> list[Target]:
   def py_test(name, srcs=(), deps=(), **_):
     note(name, srcs, deps, is_test=True)
 
-  def py_tests(deps, exclude=(), **_):
+  def py_tests(deps, slow=(), **_):
     note("support", glob(["*.py"], ["*_test.py"]), deps, is_test=True)
-    note("py_tests", glob(["*_test.py"], exclude), [*deps, ":support"],
-         is_test=True)
+    note("py_tests", glob(["*_test.py"]), [*deps, ":support"], is_test=True,
+         slow=slow)
 
   ignore: Callable[..., None] = lambda *_, **__: None
   names = dict.fromkeys(
-      ("exports_files", "filegroup", "load", "package", "py_binary"), ignore)
+      ("exports_files", "filegroup", "load", "package", "py_binary",
+       "test_suite"), ignore)
   names |= dict(glob=glob, py_library=py_library, py_test=py_test,
                 py_tests=py_tests)
   exec(compile(build.read_text(), str(build), "exec"), names)

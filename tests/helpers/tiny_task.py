@@ -17,6 +17,8 @@ from rollplex_jax.trainer import Trainer
 class VowelTask:
   """Rows with and without pictures; reward is the share of the letter a."""
 
+  max_turns = 1
+
   def __init__(self, with_media: bool = True, with_video: bool = False,
                count: int = 6):
     rows = []

@@ -97,15 +97,11 @@ class MeshesTest(parameterized.TestCase):
     return state.params
 
   @parameterized.parameters(
-      ("data_fsdp_tp", "rollplex"), ("finer_stored", "rollplex"),
-      ("tp_more_than_kv_heads", "serial"))
-  @pytest.mark.slow
-  def test_step(self, name, schedule):
-    self.check(name, schedule)
-
-  @parameterized.parameters(*(
-      (name, schedule) for name in _MESHES
-      for schedule in ("serial", "rollplex")))
+      *((name, "rollplex") for name in _MESHES),
+      # Of those that differ in how weights or heads lie, one of each kind.
+      *((name, "serial") for name in (
+          "fsdp", "tp_more_than_kv_heads", "finer_rollout",
+          "finer_rollout_fsdp", "coarser_rollout_fsdp")))
   @pytest.mark.slow
   def test_every_mesh(self, name, schedule):
     self.check(name, schedule)

@@ -196,6 +196,19 @@ class UpdateTest(StrictTestCase):
 
 
 class NonFiniteTest(StrictTestCase):
+  @parameterized.parameters(math.nan, math.inf, -math.inf)
+  def test_loss_that_is_not_finite_skips_too(self, loss):
+    optimizer = update.make_optimizer(_CONFIGS["decay"])
+    state = update.create_state(_params(), optimizer)
+    for value, skipped in ((loss, 1), (1.0, 0)):
+      state, _, metrics = update.apply_gradients(
+        state, _device(_params(1)), optimizer, jnp.float32,
+        jnp.asarray(value, jnp.float32),
+      )  # fmt: skip
+      self.assertEqual(int(metrics["actor/update_skipped"]), skipped)
+      self.assertTrue(np.isfinite(metrics["actor/grad_norm"]))
+    self.assertEqual((int(state.step), int(state.skipped_steps)), (1, 1))
+
   @parameterized.product(
     bad=(math.nan, math.inf, -math.inf), name=("decay", "linear", "unclipped")
   )

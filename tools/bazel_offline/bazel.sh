@@ -39,4 +39,15 @@ case "$command" in
     )
     ;;
 esac
+if [ "$command" = test ]; then
+  # Compiled programs are kept where `make test` keeps them: what one compiles,
+  # the other finds. Results do not depend on it.
+  cache="${JAX_COMPILATION_CACHE_DIR:-$PWD/.cache/jax}"
+  mkdir -p "$cache"
+  options+=(
+    --test_env=JAX_COMPILATION_CACHE_DIR="$cache"
+    --test_env=JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
+    --sandbox_writable_path="$cache"
+  )
+fi
 exec bazel --nohome_rc --host_jvm_args=-Xmx1g "$command" "${options[@]}" "$@"
