@@ -59,6 +59,7 @@ def run(main: Callable[[], dict[str, Any] | None], *,
     del argv
     _quiet_backends()
     absl_logging.get_absl_handler().setFormatter(_Plain())
+    absl_logging.get_absl_handler().addFilter(_is_news)
     _enable_compilation_cache()
     try:
       if _JSON.value:
@@ -90,6 +91,17 @@ class _Plain(logging.Formatter):
 
   def format(self, record: logging.LogRecord) -> str:
     return f"{record.levelname.lower()}: {record.getMessage()}"
+
+
+def _unraisable(found) -> None:
+  """Writes of a checkpoint that failed come back to a loop that is closed."""
+  if "Event loop is closed" not in str(found.exc_value):
+    sys.__unraisablehook__(found)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  """Orbax tells of every file, and logs with tracebacks what it also raises."""
+  return "orbax" not in record.pathname
 
 
 def fail(message: Any, status: int = 1) -> None:
@@ -142,6 +154,9 @@ def _flag_message(error: Exception, argv: list[str],
 def _quiet_backends() -> None:
   """Which backends are not there is no news to a user."""
   logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+  # Orbax leaves the errors of all but one of a checkpoint's files to it.
+  logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+  sys.unraisablehook = _unraisable
   # Where jax's CUDA plugin is installed to compile for GPUs elsewhere, it would
   # report, with a traceback, that libraries for running are missing.
   if not any(map(os.path.exists, _GPU_FILES)):

@@ -39,6 +39,7 @@ from rollplex_jax import metrics as metrics_lib
 from rollplex_jax import small_policy
 from rollplex_jax.config import (
     Algorithm,
+    CheckpointConfig,
     EnvironmentConfig,
     PolicyConfig,
     RolloutConfig,
@@ -57,6 +58,8 @@ from rollplex_jax.stages.update import OptimizerConfig
 from rollplex_jax.trainer import Trainer
 
 _TOKENIZER_EPISODES = 300
+# It begins anew if it is interrupted.
+_NO_CHECKPOINTS = CheckpointConfig(every_minutes=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +92,7 @@ class QuickstartConfig:
               learning_rate=3e-3, warmup_steps=50, adam_beta2=0.98,
               weight_decay=0.01),
           train_batch_size=64, total_steps=800, stop_at_success=0.3,
-          eval_every=15, eval_batch_size=256))
+          eval_every=15, eval_batch_size=256, checkpoint=_NO_CHECKPOINTS))
   rl: TrainConfig = dataclasses.field(
       default_factory=lambda: TrainConfig(
           policy=PolicyConfig(freeze_vision_tower=False),
@@ -98,7 +101,7 @@ class QuickstartConfig:
               loss_type="dapo", epsilon=0.2, epsilon_high=0.28),
           optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=5),
           train_batch_size=32, gen_batch_size=48, total_steps=200,
-          eval_every=25, eval_batch_size=256))
+          eval_every=25, eval_batch_size=256, checkpoint=_NO_CHECKPOINTS))
   gif_episodes: int = 6
   seed: int = 0
 

@@ -1,7 +1,8 @@
 """Trains a policy: `python -m experiments.train --config=... --output_dir=...`.
 
 Every key of the configuration is a flag, such as
---config.optimizer.learning_rate=1e-5. See experiments/configs/.
+--config.optimizer.learning_rate=1e-5. See experiments/configs/. The same
+command again goes on with a run that was interrupted; see docs/runs.md.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
+import fcntl
 import os
 import pathlib
 import shutil
+import sys
+import threading
+from typing import NoReturn
 
 from absl import flags
 import ml_collections
@@ -19,10 +24,14 @@ from ml_collections import config_flags
 
 from experiments import common, processes
 from experiments.display import TrainDisplay
+from rollplex_jax import resume
+from rollplex_jax.checkpoint import Checkpoints
 from rollplex_jax.config import TrainConfig, from_config_dict
 from rollplex_jax.errors import InputError
+from rollplex_jax.interrupts import Interrupts, Stopped, leave
 from rollplex_jax.loop import Progress, Run
 from rollplex_jax.models import hub
+from rollplex_jax.placement.processes import from_first
 from rollplex_jax.trainer import Trainer
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -30,13 +39,18 @@ _CONFIG = config_flags.DEFINE_config_file(
 _OUTPUT = flags.DEFINE_string("output_dir", None, "Folder for the run's files.")
 _OVERWRITE = flags.DEFINE_bool(
     "overwrite", False, "Remove a run that output_dir already holds.")
+_CHANGE = flags.DEFINE_bool(
+    "allow_config_change", False, "Go on with a run under a configuration that "
+    "changes its result.")
 _BOARD = flags.DEFINE_bool("tensorboard", True, "Write TensorBoard events.")
 _WANDB = flags.DEFINE_string(
     "wandb_project", "", "Also log to this wandb project.")
 
-# What a run writes; the first marks a folder as a run's.
-_RUN_FILES = ("metrics.jsonl", "samples.jsonl", "skipped_updates.jsonl",
-              "summary.json", "config.json", "tensorboard", "timeline", "policy")
+# What marks a folder as a run's, and all that a run writes.
+_MARKS = ("checkpoints", "metrics.jsonl")
+_RUN_FILES = (*_MARKS, "samples.jsonl", "skipped_updates.jsonl",
+              "summary.json", "config.json", "tensorboard", "timeline",
+              "policy")
 
 
 def main():
@@ -45,8 +59,6 @@ def main():
   config = read_config()
   output = pathlib.Path(common.required(_OUTPUT))
   first = processes.is_first()
-  if first:
-    check_folder(output, _OVERWRITE.value)
   if os.path.realpath(config.policy.path) == os.path.realpath(
       output / "policy"):
     raise InputError(f"--output_dir={output}: holds the policy that is to be "
@@ -57,26 +69,75 @@ def main():
   if config.reference.path:
     config = dataclasses.replace(config, reference=dataclasses.replace(
         config.reference, path=hub.resolve(config.reference.path)))
+  found = check_folder(output, config) if first else None
+  summary = from_first(
+      lambda: found and resume.finished(output, found, config))
+  if summary:
+    if first:
+      print(f"{output} holds this run, finished after {summary['steps']} steps;"
+            " a larger --config.total_steps goes on with it, --overwrite "
+            "begins anew")
+    return summary
   trainer = Trainer(config)
-  if not first:
-    return Run(trainer, output).train()
-  for line in trainer.task.report:
-    print(line)
-  print(f"{trainer.num_parameters / 1e6:.1f} M parameters, "
-        f"{len(trainer.task.train_rows):,} rows")
-  with (run_folder(output) as note,
-        TrainDisplay("training", config.total_steps) as display):
+  if first:
+    report(trainer, output, found)
+  with contextlib.ExitStack() as stack:
+    note = display = lambda progress: None
+    if first:
+      note = stack.enter_context(run_folder(output, keep=found is not None))
+      display = stack.enter_context(
+          TrainDisplay("training", config.total_steps))
+    interrupts = Interrupts(config.checkpoint.exit_seconds, leave=_leave)
+    # A launcher may run this in another thread, and then takes the signals.
+    if threading.current_thread() is threading.main_thread():
+      stack.enter_context(interrupts)
 
     def on_step(progress):
       note(progress)
       display(progress)
 
     run = Run(trainer, output, on_step=on_step, tensorboard=_BOARD.value,
-              wandb_project=_WANDB.value)
-    summary = run.train()
-  print(describe(summary))
-  print(f"policy, metrics and samples are in {output}")
+              wandb_project=_WANDB.value, allow_config_change=_CHANGE.value,
+              interrupts=interrupts)
+    try:
+      summary = run.train()
+    except Stopped as stopped:
+      stack.close()  # The display's last line comes first.
+      if first:
+        print(stopped, file=sys.stderr, flush=True)
+      sys.exit(stopped.status)
+  if first:
+    print(describe(summary))
+    print(f"policy, metrics and samples are in {output}")
   return summary
+
+
+def _leave(message: str, status: int) -> NoReturn:
+  """Ends the process from a thread, and the run's others with it."""
+  if sys.stderr.isatty():
+    print("\x1b[?25h", end="", file=sys.stderr)  # The bar hides the cursor.
+  if processes.several():
+    processes.end(message, status)
+  leave(message, status)
+
+
+def report(trainer: Trainer, output: pathlib.Path,
+           found: resume.Found | None) -> None:
+  """Prints what is trained, and where a run goes on."""
+  for line in trainer.task.report:
+    print(line)
+  print(f"{trainer.num_parameters / 1e6:.1f} M parameters, "
+        f"{len(trainer.task.train_rows):,} rows")
+  if found is None:
+    return
+  for change in found.changed:
+    print(f"changed: {change}")
+  if found.checkpoint is None:
+    print(f"{output} holds this run, which ended before its first checkpoint: "
+          "it begins again", flush=True)
+  else:
+    print(f"goes on from step {found.step}, the newest checkpoint in {output}",
+          flush=True)
 
 
 def read_config() -> TrainConfig:
@@ -101,51 +162,89 @@ def read_config() -> TrainConfig:
   return from_config_dict(TrainConfig, tree)
 
 
-def check_folder(output: pathlib.Path, overwrite: bool) -> None:
-  """Refuses a folder in which files would be lost, or that can't be made.
+def check_folder(output: pathlib.Path, config: TrainConfig,
+                 ) -> resume.Found | None:
+  """What a folder holds of this run; --overwrite looks for none.
 
   Raises:
-    InputError: if `output` is no folder, holds a run and `overwrite` is not
-      given, or holds files of a run's names that no run wrote.
+    InputError: if `output` is no folder, can't be made, holds another run or
+      one that can't go on, or holds files of a run's names that no run wrote.
   """
+  flag = f"--output_dir={output}"
   if output.exists() and not output.is_dir():
-    raise InputError(f"--output_dir={output}: is not a folder")
+    raise InputError(f"{flag}: is not a folder")
   held = [name for name in _RUN_FILES if (output / name).exists()]
-  if held and held[0] != _RUN_FILES[0]:
-    raise InputError(f"--output_dir={output}: holds {held[0]} and is not the "
-                     "folder of a run; choose another one")
-  if held and not overwrite:
-    raise InputError(f"--output_dir={output}: holds a run already; pass "
-                     "--overwrite to remove it")
+  found = None
+  if not _OVERWRITE.value:
+    try:
+      found = resume.find(output, config, allow_config_change=_CHANGE.value)
+    except InputError as error:
+      raise InputError(f"--output_dir={error}") from error
+  if held and held[0] not in _MARKS and found is None:
+    raise InputError(f"{flag}: holds {held[0]} and is not the folder of a run; "
+                     "choose another one")
   parent = next(p for p in (output, *output.absolute().parents) if p.exists())
   if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-    raise InputError(f"--output_dir={output}: can't write in {parent}")
+    raise InputError(f"{flag}: can't write in {parent}")
+  return found
 
 
 @contextlib.contextmanager
-def run_folder(output: pathlib.Path) -> Iterator[Callable[[Progress], None]]:
-  """Removes an older run from the folder, and a run that fails at its start.
+def run_folder(output: pathlib.Path, *, keep: bool,
+               ) -> Iterator[Callable[[Progress], None]]:
+  """Has the folder for this process alone.
 
-  A run that fails later keeps its metrics and samples.
+  An older run is removed from it, and a run that fails at its start. One that
+  fails later keeps its files.
+
+  Args:
+    output: the folder; made if it isn't there.
+    keep: the run in it goes on.
 
   Yields:
     A function to be told of each step.
+
+  Raises:
+    InputError: if another process has the folder.
   """
   missing = [p for p in (output, *output.parents) if not p.exists()]
   steps = []
-  _remove_run(output)
+  output.mkdir(parents=True, exist_ok=True)
+  with _alone(output):
+    if not keep:
+      _remove_run(output)
+    try:
+      yield lambda progress: steps.append(progress.step)
+    except InputError as error:
+      if steps:
+        saved = Checkpoints(output / "checkpoints").steps()
+        hint = f", checkpoints up to step {saved[-1]}" if saved else ""
+        raise InputError(
+            f"{error} (metrics and samples of {steps[-1]} steps{hint} are in "
+            f"{output})") from error
+      if not keep:
+        _remove_run(output)
+        for folder in missing:
+          if folder.exists():
+            folder.rmdir()
+      raise
+
+
+@contextlib.contextmanager
+def _alone(folder: pathlib.Path) -> Iterator[None]:
+  """Two processes that write one run would ruin it."""
+  handle = os.open(folder, os.O_RDONLY)
   try:
-    yield lambda progress: steps.append(progress.step)
-  except InputError as error:
-    if steps:
-      raise InputError(
-          f"{error} (metrics and samples of {steps[-1]} steps are in "
-          f"{output})") from error
-    _remove_run(output)
-    for folder in missing:
-      if folder.exists():
-        folder.rmdir()
-    raise
+    try:
+      fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise InputError(f"--output_dir={folder}: another process is running in "
+                       "this folder") from error
+    except OSError:  # A file system without locks.
+      pass
+    yield
+  finally:
+    os.close(handle)
 
 
 def _remove_run(output: pathlib.Path) -> None:

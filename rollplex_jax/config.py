@@ -116,13 +116,46 @@ class RolloutConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+  """When a run's state is saved, so that it can go on from there.
+
+  It is saved after so many steps, after so much time, at a new best evaluation
+  and at the end, while training goes on. With both `every` and `every_minutes`
+  0 nothing is saved, neither then nor on a signal.
+
+  Attributes:
+    every: steps between two saves; 0 leaves it to the clock.
+    every_minutes: minutes between two saves; 0 leaves it to the steps.
+    keep: newest checkpoints to keep.
+    keep_best: checkpoints to keep beside them: those of the best evaluations,
+      by success or else by reward. 0 doesn't save at evaluations either.
+    exit_seconds: how long a signal's save may take before the process ends
+      without it.
+  """
+
+  every: int = 0
+  every_minutes: float = 10.0
+  keep: int = 2
+  keep_best: int = 1
+  exit_seconds: float = 30.0
+
+  def __post_init__(self):
+    _check_least(self, 0, "every", "every_minutes", "keep_best")
+    _check_least(self, 1, "keep", "exit_seconds")
+
+  @property
+  def enabled(self) -> bool:
+    return self.every > 0 or self.every_minutes > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
   """A run.
 
   Attributes:
     algorithm: "rl" or "supervised".
     policy, reference, data, rollout, objective, optimizer, mesh, schedule,
-      residency, health: see there.
+      residency, health, checkpoint: see there.
     train_batch_size: prompts (supervised: rows) per step.
     gen_batch_size: prompts that are rolled out per step; those groups whose
       rewards are not all equal are trained on, up to train_batch_size (DAPO's
@@ -169,6 +202,8 @@ class TrainConfig:
   residency: ResidencyConfig = dataclasses.field(
       default_factory=ResidencyConfig)
   health: HealthConfig = dataclasses.field(default_factory=HealthConfig)
+  checkpoint: CheckpointConfig = dataclasses.field(
+      default_factory=CheckpointConfig)
   train_batch_size: int = 8
   gen_batch_size: int = 0
   mini_batch_size: int = 0

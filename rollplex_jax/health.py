@@ -154,6 +154,16 @@ class Health:
     self._in_a_row = 0
     self._error: str | None = None
 
+  def get_state(self) -> dict[str, Any]:
+    """What a run that goes on has to know, as plain data."""
+    return {"skipped": self.skipped, "in_a_row": self._in_a_row,
+            "beyond": sorted(self._beyond)}
+
+  def set_state(self, state: Mapping[str, Any]) -> None:
+    """Goes on from `get_state`'s result."""
+    self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
+    self._beyond = set(state["beyond"])
+
   def watch(self, step: int, values: Mapping[str, float]) -> None:
     """Warns of metrics that have left their bounds.
 

@@ -8,7 +8,9 @@ must rebuild of them for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
+import threading
 from typing import Any
 
 import jax
@@ -38,6 +40,8 @@ class Policy:
     trained: compute parameters of the parts that do.
     version: updates so far, those that were skipped among them: an artefact of
       before a skipped update is made again, which is never wrong.
+    lock: held while state or version change or the state moves. Another thread
+      that holds it may read them.
   """
 
   def __init__(self, path: str, config: ModelConfig, places: Places | None, *,
@@ -50,6 +54,7 @@ class Policy:
     """
     self.config = config
     self.places = places
+    self.lock = threading.RLock()
     self._dtype = jnp.dtype(dtype)
     declared = vlm.weights(config)
     master = storage = None
@@ -99,16 +104,41 @@ class Policy:
       Metrics of `update.apply_gradients`.
     """
     dtype = self._dtype if self._storage is None else jnp.float32
-    # Weights of the old version go before those of the new one come.
-    self._delete_trained()
-    self.state, trained, metrics = update.apply_gradients(
-        self.state, grads, self._optimizer, dtype, loss)
-    # No result is as large as they are, so their donation was not carried out.
-    for a in jax.tree.leaves(grads):
-      a.delete()
-    self.trained = (trained if self._storage is None else self._compute_copy())
-    self.version += 1
+    with self.lock:
+      # Weights of the old version go before those of the new one come.
+      self._delete_trained()
+      self.state, trained, metrics = update.apply_gradients(
+          self.state, grads, self._optimizer, dtype, loss)
+      # No result is as large as they are, so their donation was not carried
+      # out.
+      for a in jax.tree.leaves(grads):
+        a.delete()
+      self.trained = (
+          trained if self._storage is None else self._compute_copy())
+      self.version += 1
     return metrics
+
+  def restore(self, read: Callable[[TrainState], TrainState],
+              version: int) -> None:
+    """Replaces weights and optimizer state by others of the same model.
+
+    The present ones are deleted first: there is room for one state only.
+
+    Args:
+      read: gives the state for one of `jax.ShapeDtypeStruct`s, whose shardings
+        it is to have.
+      version: updates that led to it.
+    """
+    with self.lock:
+      wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(
+          a.shape, a.dtype, sharding=a.sharding), self.state)
+      for a in jax.tree.leaves((self.state, self.trained)):
+        if not a.is_deleted():  # A compute parameter may be the master weight.
+          a.delete()
+      self.state = self.trained = None
+      self.state = read(wanted)
+      self.trained = self._compute_copy()
+      self.version = version
 
   def _delete_trained(self) -> None:
     """Gives up the compute copies, but for those that are master weights."""

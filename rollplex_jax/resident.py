@@ -16,7 +16,7 @@ phases that use them they may wait in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 from typing import Any
@@ -124,13 +124,12 @@ class Residency:
       reference: its frozen part is the policy's.
     """
     self._frozen = policy.frozen
-    state, policy.state = policy.state, None
-    self._trees["optimizer"] = state, policy.trained
+    self._lock = policy.lock
+    self._hold_state(policy)
     if reference is not None:
       own = {part: tree for part, tree in reference.params.items()
              if part in policy.trained}
       self._trees["reference/weights"] = own, ()
-    self._trees["policy/weights"] = policy.trained, ()
     self._trees["policy/frozen"] = policy.frozen, ()
 
   def begin(self, step: Step) -> None:
@@ -147,7 +146,7 @@ class Residency:
       if self._config.check:
         self.ledger = Ledger(plan, ignore=self._others)
         self._others = []
-      self._keeper = Keeper(plan, self.ledger)
+      self._keeper = Keeper(plan, self.ledger, self._lock)
       for name, (tree, keep) in self._trees.items():
         if name.startswith("policy/"):
           self.watch(name, tree)  # The policy keeps those.
@@ -184,12 +183,30 @@ class Residency:
   def update(self, policy: Policy, grads: Params,
              loss: jax.Array | None = None) -> dict[str, jax.Array]:
     """`Policy.update` with the optimizer's state, inside its phase."""
-    policy.state = self._keeper.take("optimizer")
-    values = policy.update(grads, loss)
-    state, policy.state = policy.state, None
-    self.watch("policy/weights", policy.trained)
-    self._keeper.hold("optimizer", state, keep=policy.trained)
+    with policy.lock:
+      policy.state = self._keeper.take("optimizer")
+      values = policy.update(grads, loss)
+      self._hold_state(policy)
     return values
+
+  def restore(self, policy: Policy, read: Callable[[TrainState], TrainState],
+              version: int) -> None:
+    """`Policy.restore` with the optimizer's state; outside of all phases."""
+    with policy.lock:
+      policy.state = (self._trees.pop("optimizer")[0] if self._keeper is None
+                      else self._keeper.take("optimizer"))
+      policy.restore(read, version)
+      self._hold_state(policy)
+
+  def _hold_state(self, policy: Policy) -> None:
+    """Takes the state that a policy has."""
+    state, policy.state = policy.state, None
+    if self._keeper is None:  # Until the first step begins.
+      self._trees["optimizer"] = state, policy.trained
+      self._trees["policy/weights"] = policy.trained, ()
+    else:
+      self.watch("policy/weights", policy.trained)
+      self._keeper.hold("optimizer", state, keep=policy.trained)
 
   def watch(self, name: str, tree: Any) -> None:
     """Names a tree for the checks of a checked run."""

@@ -12,7 +12,7 @@ is 4 and 5 on given responses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -203,6 +203,19 @@ class Trainer:
     hf.save_checkpoint(path, self.model_config, self.params,
                        assets_from=self.config.policy.path)
 
+  def restore(self, read: Callable[[update.TrainState], update.TrainState],
+              version: int) -> None:
+    """Goes on from another state of this policy, such as a checkpoint's.
+
+    Args:
+      read: see `Policy.restore`.
+      version: updates that led to it.
+    """
+    if self.residency is None:
+      self.policy.restore(read, version)
+    else:
+      self.residency.restore(self.policy, read, version)
+
   def evaluate(self, rows: Sequence, *, params: Params | None = None,
                **kwargs) -> Evaluation:
     """Greedy completions of held-out rows, scored by the first process.
@@ -242,6 +255,12 @@ class Trainer:
         on_bad_row=skip if self.task.may_skip else None,
         slots=self._spread and self._spread.rows(size))
     return iter(dataset)
+
+  @property
+  def rows_per_step(self) -> int:
+    """Rows of a step that this process reads."""
+    size = self._batch_size
+    return size if self._spread is None else len(self._spread.rows(size))
 
   @property
   def _batch_size(self) -> int:

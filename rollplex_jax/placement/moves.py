@@ -81,15 +81,18 @@ class Keeper:
     plan: where trees go; a new step may have another.
   """
 
-  def __init__(self, plan: ResidencyPlan, ledger: Ledger | None = None):
+  def __init__(self, plan: ResidencyPlan, ledger: Ledger | None = None,
+               lock: contextlib.AbstractContextManager | None = None):
     """Holds nothing yet.
 
     Args:
       plan: of a step.
       ledger: is told what is held, and checks each phase as it ends.
+      lock: held while phases move trees, for threads that `peek`.
     """
     self.plan = plan
     self._ledger = ledger
+    self._lock = lock or contextlib.nullcontext()
     self._trees: dict[str, Any] = {}
     self._keep: dict[str, Any] = {}
     # Copies in host memory of trees that are on the device to be read.
@@ -155,16 +158,18 @@ class Keeper:
     """
     inside = self.plan.phases_of(name)
     wanted, after = self.plan.wanted(name), self.plan.after(name)
-    for held in self.names():
-      if held in wanted and self._moves(held):
-        self.get(held)
+    with self._lock:
+      for held in self.names():
+        if held in wanted and self._moves(held):
+          self.get(held)
     yield
-    for held in self.names():
-      found = self.plan.find(held)
-      if found and all(b.last_consumer in inside for b in found):
-        self.drop(held)
-      elif held not in after and self._moves(held):
-        self._put_away(held)
+    with self._lock:
+      for held in self.names():
+        found = self.plan.find(held)
+        if found and all(b.last_consumer in inside for b in found):
+          self.drop(held)
+        elif held not in after and self._moves(held):
+          self._put_away(held)
     if self._ledger is not None:
       self._ledger.check(name)
 

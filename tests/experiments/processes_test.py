@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from rollplex_jax.checkpoint import Checkpoints
 from rollplex_jax.models import hf
 from tests.experiments import commands
 from tests.helpers import tiny_checkpoint
@@ -158,17 +159,43 @@ class ProcessesTest(parameterized.TestCase):
   def test_a_killed_process_ends_the_other(self, killed):
     workers = self.start(2, "total_steps=100000", reward="slow")
     metrics = self.out / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 300
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-      self.assertLess(time.monotonic(), deadline, "the run did not start")
-      for worker in workers:
-        self.assertIsNone(worker.poll())
-      time.sleep(0.5)
+    self.wait_for(workers, lambda: metrics.exists()
+                  and metrics.read_text().count("\n") >= 2)
     workers[killed].send_signal(signal.SIGKILL)
     other = workers[1 - killed]
     _, errors = other.communicate(timeout=_END_SECONDS)
     self.assertNotEqual(other.returncode, 0)
     self.assertRegex(errors, "(?i)error|fatal|terminat")
+
+  @pytest.mark.slow
+  def test_a_signal_to_one_saves_in_all_and_one_process_goes_on(self):
+    workers = self.start(2, "total_steps=100000", reward="slow")
+    metrics = self.out / "run" / "metrics.jsonl"
+    self.wait_for(workers, lambda: metrics.exists()
+                  and metrics.read_text().count("\n") >= 2)
+    workers[1].send_signal(signal.SIGTERM)
+    results = self.finish(workers, _END_SECONDS)
+    self.assertEqual([status for status, *_ in results], [143, 143], results)
+    self.assertRegex(results[0][2], "stopped by SIGTERM after step .* is saved")
+    self.assertNotIn("stopped", results[1][2])
+    (step,) = Checkpoints(self.out / "run" / "checkpoints").steps()
+    before = metrics.read_text()
+    (result,) = self.finish(self.start(1, f"total_steps={step + 1}",
+                                       reward="slow"))
+    self.assertEqual(result[0], 0, result)
+    self.assertIn(f"goes on from step {step}, ", result[1])
+    lines = commands.read_lines(metrics)
+    self.assertStartsWith(metrics.read_text(), before)
+    steps = [line["step"] for line in lines if "actor/loss" in line]
+    self.assertEqual(steps, list(range(1, step + 2)))
+
+  def wait_for(self, workers, condition):
+    deadline = time.monotonic() + 300
+    while not condition():
+      self.assertLess(time.monotonic(), deadline, "the run did not start")
+      for worker in workers:
+        self.assertIsNone(worker.poll())
+      time.sleep(0.1)
 
   @parameterized.parameters(
       (("--num_processes=2",), "--coordinator_address is not set: a run in"),

@@ -115,8 +115,8 @@ class RLTest(_Case):
         "num_iterations=2", "mini_batch_size=2", "micro_batch_size=2",
         "eval_every=1", flags=(f"--json={self.out.parents[1] / 'r.json'}",))
     self.assertCountEqual(os.listdir(self.out), [
-        "config.json", "metrics.jsonl", "policy", "samples.jsonl",
-        "summary.json", "tensorboard"])
+        "checkpoints", "config.json", "metrics.jsonl", "policy",
+        "samples.jsonl", "summary.json", "tensorboard"])
     first, second = self.metrics()
     for name in ("timing_s/gen", "timing_s/ref", "timing_s/update_actor",
                  "actor/kl_loss", "actor/grad_norm", "actor/entropy",
@@ -282,14 +282,14 @@ class BadInputTest(_Case):
     result = self.run_command("objective.beta=0", flags=("--notensorboard",))
     self.assertEqual(result.status, 1)
     self.assertRegex(result.err, r"it broke \(metrics and samples of 1 "
-                     f"steps are in {self.out}")
-    self.assertCountEqual(
-        os.listdir(self.out), ["config.json", "metrics.jsonl", "samples.jsonl"])
+                     f"steps, checkpoints up to step 1 are in {self.out}")
+    self.assertCountEqual(os.listdir(self.out), [
+        "checkpoints", "config.json", "metrics.jsonl", "samples.jsonl"])
     self.assertLen(self.metrics(), 1)
 
   def test_folders(self):
     self.out.mkdir(parents=True)
-    for name, message in (("metrics.jsonl", "holds a run already; pass --over"),
+    for name, message in (("metrics.jsonl", "holds a run already, and no c"),
                           ("config.json", "holds config.json and is not the f")):
       (self.out / name).write_text("mine")
       result = self.run_command()
