@@ -106,14 +106,20 @@ class TurnsTest(parameterized.TestCase):
     got = self.episodes.completions.logprobs
     np.testing.assert_allclose(got.reshape(want.shape), want, atol=1e-5)
 
+  def test_equals_whole_sequences(self):
+    self.check(trained=_TRAINED, micro=3, name="rollplex")
+
   @parameterized.parameters(
       dict(trained=_TRAINED, micro=16, share_prefix=False),
       dict(trained=_FROZEN, micro=5, share_prefix=False),
       dict(trained=_FROZEN),
-      dict(trained=_TRAINED, micro=3, name="rollplex"),
       dict(trained=_FROZEN, micro=8, save="nothing", name="rollplex"),
       dict(trained=_TRAINED, micro=4, **_WINDOW))
-  def test_every_schedule_equals_whole_sequences(self, trained, **kwargs):
+  @pytest.mark.slow
+  def test_every_schedule_equals_whole_sequences(self, **kwargs):
+    self.check(**kwargs)
+
+  def check(self, trained, **kwargs):
     work = _work(trained=trained, **kwargs)
     episodes, _ = tiny_episodes.play(work)
     np.testing.assert_array_equal(
@@ -133,6 +139,7 @@ class TurnsTest(parameterized.TestCase):
       ("feature_index", lambda a: np.where(a > 0, a - 1, a)),
       ("positions", lambda a: a + (a > 20)),
       ("predicts", lambda a: np.maximum(a - 1, 0)))
+  @pytest.mark.slow
   def test_a_broken_suffix_is_found(self, field, change):
     broken = dataclasses.replace(self.groups, suffix=self.groups.suffix.replace(
         **{field: change(getattr(self.groups.suffix, field))}))
@@ -165,6 +172,7 @@ class TurnsTest(parameterized.TestCase):
         [len(m.grids) for m in episodes.media.reshape(-1)],
         [sum(len(p.grids) for p in s._media) for g in suffixes for s in g])
 
+  @pytest.mark.slow
   def test_a_longer_history_makes_room(self):
     with mock.patch.object(
         tiny_episodes, "_SEEN", (([], 2), ([("video", (3, 4, 4))], 30))):

@@ -115,7 +115,7 @@ class TurnsTrainingTest(parameterized.TestCase):
     self.assertIn("\n", "".join(before.completions))
 
   def test_supervised_learning_leaves_out_what_is_not_taught(self):
-    config = self.config(algorithm=Algorithm.SUPERVISED)
+    config = self.config(algorithm=Algorithm.SUPERVISED, micro_batch_size=0)
     trainer = Trainer(config, task=EchoTask())
     examples = next(trainer.batches())
     batch, groups = supervised.collect(trainer.model_config, examples, 1, None)
