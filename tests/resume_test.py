@@ -93,10 +93,13 @@ class BitEqualTest(_Case):
 
   @parameterized.named_parameters(
       ("reference", _REFERENCE),
-      ("dynamic_sampling", dict(train_batch_size=2, gen_batch_size=4)),
-      ("supervised", dict(algorithm="supervised")))
+      ("dynamic_sampling", dict(train_batch_size=2, gen_batch_size=4)))
+  @pytest.mark.slow
   def test_resumed_run(self, kwargs):
     self.check(self.config(**kwargs))
+
+  def test_resumed_run_of_supervised_learning(self):
+    self.check(self.config(algorithm="supervised"))
 
   @pytest.mark.slow
   def test_resumed_run_on_a_mesh(self):

@@ -6,6 +6,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 import jax
 import numpy as np
+import pytest
 
 from rollplex_jax import samples
 from rollplex_jax.stages import objectives

@@ -9,6 +9,7 @@ import pytest
 
 from rollplex_jax import supervised
 from rollplex_jax.config import Algorithm, RolloutConfig
+from rollplex_jax.data.rows import RowList
 from rollplex_jax.errors import InputError
 from rollplex_jax.full_passes import score_groups
 from rollplex_jax.loop import Run
@@ -33,10 +34,10 @@ class EchoTask(tiny_task.VowelTask):
 
   def __init__(self):
     super().__init__()
-    for i, row in enumerate(self.train_rows):
-      row["turns"] = [
-          {"response": "aa", "message": _seen(i), "train": i % 2 == 0},
-          {"response": "a", "message": None, "train": True}]
+    self.train_rows = RowList([{**row, "turns": [
+        {"response": "aa", "message": _seen(i), "train": i % 2 == 0},
+        {"response": "a", "message": None, "train": True}]}
+                               for i, row in enumerate(self.train_rows)])
 
   def player(self):
     return _Player()

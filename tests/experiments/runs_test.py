@@ -126,6 +126,7 @@ class RunsTest(absltest.TestCase):
     self.assertIn("are those of an undisturbed run", done.stdout)
     self.assertLen(json.loads(out.read_text())["kills"], 2)
 
+  @pytest.mark.slow
   def test_commands_that_go_on(self):
     settings = ("checkpoint.every=2", "objective.beta=0.1")
     self.assertEqual(self.train(*settings, "total_steps=3").status, 0)

@@ -369,6 +369,7 @@ class BadInputTest(_Case):
 class ProcessTest(_Case):
   """The same in a process of its own."""
 
+  @pytest.mark.slow
   def test_skipped_rows_are_counted(self):
     rows = tiny_checkpoint.write_rows(self.folder / "mixed.jsonl", [
         {"prompt": "go"}, {"prompt": "<|image_pad|>"}, {"prompt": "to"}, {}])
