@@ -9,7 +9,8 @@
 7. run one step of RL under each schedule, and draw where its time goes
 
 The policy sees a room from above and is told where to go; it answers with the
-whole plan, which the world executes. Every key of `QuickstartConfig` is a flag,
+whole plan, which the world executes. With --step_by_step it answers with one
+action, sees what comes of it, and goes on. Every key of `QuickstartConfig` is a flag,
 such as --config.rl.total_steps=100.
 """
 
@@ -26,6 +27,7 @@ import time
 
 from absl import flags
 import jax
+from ml_collections import config_flags
 
 from experiments import (
     common,
@@ -35,14 +37,11 @@ from experiments import (
     schedule_report,
 )
 from experiments.display import TrainDisplay
+from experiments.quickstart_config import QuickstartConfig, step_by_step
 from rollplex_jax import metrics as metrics_lib
 from rollplex_jax import small_policy
 from rollplex_jax.config import (
-    Algorithm,
-    CheckpointConfig,
     EnvironmentConfig,
-    PolicyConfig,
-    RolloutConfig,
     TrainConfig,
     from_config_dict,
     to_config_dict,
@@ -53,69 +52,19 @@ from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation
 from rollplex_jax.loop import Run
 from rollplex_jax.small_policy import ShapeConfig
-from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.stages.update import OptimizerConfig
 from rollplex_jax.trainer import Trainer
 
 _TOKENIZER_EPISODES = 300
-# It begins anew if it is interrupted.
-_NO_CHECKPOINTS = CheckpointConfig(every_minutes=0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuickstartConfig:
-  """The whole run.
-
-  Attributes:
-    environment: the world; `num_episodes` and splits are set per phase.
-    shape: the policy's size.
-    demonstrations: episodes that the expert shows.
-    warm_start: supervised learning on them.
-    rl: the RL that follows.
-    gif_episodes: held-out episodes that are drawn.
-    seed: of the weights, of sampling and of the order of episodes.
-  """
-
-  environment: EnvironmentConfig = dataclasses.field(
-      default_factory=lambda: EnvironmentConfig(
-          level="BabyAI-GoToObjS6-v1", image_size=56, max_actions=8,
-          must_stop=True, eval_episodes=512))
-  shape: ShapeConfig = dataclasses.field(default_factory=ShapeConfig)
-  demonstrations: int = 12000
-  # Ends where RL has something to work with: a policy that starts to see.
-  warm_start: TrainConfig = dataclasses.field(
-      default_factory=lambda: TrainConfig(
-          algorithm=Algorithm.SUPERVISED,
-          policy=PolicyConfig(freeze_vision_tower=False),
-          rollout=RolloutConfig(max_completion_length=9),
-          optimizer=OptimizerConfig(
-              learning_rate=3e-3, warmup_steps=50, adam_beta2=0.98,
-              weight_decay=0.01),
-          train_batch_size=64, total_steps=800, stop_at_success=0.3,
-          eval_every=15, eval_batch_size=256, checkpoint=_NO_CHECKPOINTS))
-  rl: TrainConfig = dataclasses.field(
-      default_factory=lambda: TrainConfig(
-          policy=PolicyConfig(freeze_vision_tower=False),
-          rollout=RolloutConfig(num_generations=16, max_completion_length=9),
-          objective=ObjectiveConfig(
-              loss_type="dapo", epsilon=0.2, epsilon_high=0.28),
-          optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=5),
-          train_batch_size=32, gen_batch_size=48, total_steps=200,
-          eval_every=25, eval_batch_size=256, checkpoint=_NO_CHECKPOINTS))
-  gif_episodes: int = 6
-  seed: int = 0
-
-  def __post_init__(self):
-    for name in ("demonstrations", "gif_episodes"):
-      if getattr(self, name) < 1:
-        raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
-
 
 _CONFIG = common.define_config(QuickstartConfig())
 _OUTPUT = flags.DEFINE_string(
     "output_dir", "runs/quickstart", "Folder for the run's files.")
 _OVERWRITE = flags.DEFINE_bool(
     "overwrite", False, "Remove a run that output_dir already holds.")
+_STEP_BY_STEP = flags.DEFINE_bool(
+    "step_by_step", False, "Train a policy that acts one step at a time and sees "
+    "what comes of it, in place of one that writes whole plans.")
 _SEED = flags.DEFINE_integer("seed", None, "In place of config.seed.")
 _BOARD = flags.DEFINE_bool("tensorboard", True, "Write TensorBoard events.")
 _WANDB = flags.DEFINE_string(
@@ -139,7 +88,7 @@ class _Phases:
 def main():
   """Runs the command."""
   start = time.perf_counter()
-  config = from_config_dict(QuickstartConfig, _CONFIG.value)
+  config = read_config()
   if _SEED.value is not None:
     config = dataclasses.replace(config, seed=_SEED.value)
   output = pathlib.Path(common.required(_OUTPUT))
@@ -213,6 +162,16 @@ def main():
   metrics_lib.write_json(output / "summary.json", summary)
   print(quickstart_report.describe(summary, output))
   return summary
+
+
+def read_config() -> QuickstartConfig:
+  """The configuration that the flags give."""
+  tree = _CONFIG.value
+  if _STEP_BY_STEP.value:
+    tree = to_config_dict(step_by_step())
+    tree.update_from_flattened_dict(
+        config_flags.get_override_values(flags.FLAGS["config"]))
+  return from_config_dict(QuickstartConfig, tree)
 
 
 def prepare_folder(output: pathlib.Path, overwrite: bool) -> None:

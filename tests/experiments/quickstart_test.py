@@ -3,9 +3,11 @@
 import json
 import pathlib
 import statistics
+from unittest import mock
 
 from absl import flags
 from absl.testing import absltest, flagsaver
+from ml_collections import config_flags
 from PIL import Image
 import pytest
 
@@ -95,6 +97,38 @@ class QuickstartTest(absltest.TestCase):
 
     with self.assertRaisesRegex(InputError, "holds a run already"):
       quickstart.main()
+
+  @pytest.mark.slow
+  def test_step_by_step(self):
+    settings = {
+        name: value for name, value in _SETTINGS.items()
+        if name != "environment.max_actions"} | {
+            "environment.max_turns": 2,
+            "warm_start.rollout.max_completion_length": 2,
+            "rl.rollout.max_completion_length": 2}
+    with (flagsaver.flagsaver(step_by_step=True), mock.patch.object(
+        config_flags, "get_override_values", lambda _: settings)):
+      summary = quickstart.main()
+    self.assertEqual((summary["max_turns"], summary["actions_per_turn"]), (2, 1))
+    self.check_schedules(summary["schedules"])
+    lines = (self.folder / "samples.jsonl").read_text().splitlines()
+    turns = {json.loads(line)["scores"]["turns"] for line in lines}
+    self.assertLessEqual(turns, {1.0, 2.0})
+    with Image.open(self.folder / "episode.gif") as image:
+      self.assertGreater(image.n_frames, 1)
+
+  def test_step_by_step_settings_give_way_to_flags(self):
+    with flagsaver.flagsaver(step_by_step=True):
+      config = quickstart.read_config()
+      self.assertEqual(config.environment.max_turns, 8)
+      self.assertFalse(config.environment.must_stop)
+      with mock.patch.object(
+          config_flags, "get_override_values",
+          lambda _: {"rl.total_steps": 7, "environment.max_turns": 3}):
+        config = quickstart.read_config()
+    self.assertEqual(config.environment.max_turns, 3)
+    self.assertEqual(config.rl.total_steps, 7)
+    self.assertEqual(config.rl.rollout.max_completion_length, 2)
 
   def check_schedules(self, found):
     """Same work, and every lane of every schedule did some of it."""
