@@ -17,12 +17,12 @@ WORKERS ?= 2
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # Two installations into one environment would clash.
-.PHONY: help venv quickstart test test-slow test-all lint api goldens bench \
-  gpu-check clean
+.PHONY: help venv quickstart quickstart-steps test test-slow test-all lint api \
+  goldens bench gpu-check clean
 
 help: ## Lists the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | \
-	  sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 14
+	  sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 20
 
 # The stamps make installation happen once, and again when a list changes.
 $(VENV)/.runtime: requirements.txt
@@ -53,6 +53,10 @@ venv: $(VENV)/.test $(VENV)/.planner ## Builds .venv with all that running and t
 
 quickstart: $(VENV)/.runtime ## Trains a small policy to act in a world it sees.
 	$(PY) -m experiments.quickstart --output_dir=$(RUN_DIR) --overwrite
+
+quickstart-steps: $(VENV)/.runtime ## The same with a policy that acts step by step.
+	$(PY) -m experiments.quickstart --step_by_step \
+	  --output_dir=$(RUN_DIR)-steps --overwrite
 
 test: venv ## Runs the fast tests (some 12 minutes on 2 cores, more the first time).
 	$(PYTEST) -n $(WORKERS) -m "not ($(SLOW))"

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 import numpy as np
 
 from rollplex_jax import prefix_budget
+from rollplex_jax.data import batching
 from rollplex_jax.models import vlm
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.weights import Weight, is_weight
@@ -23,7 +24,7 @@ from rollplex_jax.placement.sharding import (
   Rules,
   fully_sharded,
 )
-from rollplex_jax.samples import Groups, micro_batches
+from rollplex_jax.samples import SHORT_TURN, Groups, micro_batches
 from rollplex_jax.stages.prefix import SavePolicy
 
 _FSDP = Rules(batch=("data", "fsdp"), embed=("fsdp",))
@@ -67,8 +68,11 @@ class Workload:
     """What later turns of an episode may have before them, in tokens."""
     if self.max_turns == 1:
       return 0
-    return self.max_episode_length or (self.max_turns - 1) * (
-        self.response_length + self.prompt_length)
+    # Each turn has a stretch as long as the longest of its samples needs.
+    width = self.response_length + self.prompt_length
+    if self.max_episode_length:
+      width = min(width, self.max_episode_length)
+    return (self.max_turns - 1) * batching.bucket(width, SHORT_TURN)
 
   @functools.cached_property
   def training_passes(self) -> tuple[tuple[tuple[int, int], ...], int]:

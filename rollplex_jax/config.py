@@ -337,9 +337,10 @@ def check_turns(config: TrainConfig, max_turns: int) -> None:
   Raises:
     InputError: naming what does not go with them.
   """
-  if max_turns == 1 or config.algorithm == Algorithm.SUPERVISED:
+  if max_turns == 1:
     return
-  if config.schedule.name == ScheduleName.DISAGGREGATED:
+  if (config.algorithm == Algorithm.RL
+      and config.schedule.name == ScheduleName.DISAGGREGATED):
     raise InputError(
         f"schedule.name=disaggregated with episodes of {max_turns} turns: "
         "expected serial or rollplex")

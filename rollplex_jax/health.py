@@ -175,6 +175,9 @@ class Health:
       limit = getattr(self._config, bound.key)
       if not limit or bound.metric not in values:
         continue
+      if bound.key == "max_gradient_norm" and values.get(
+          "actor/update_skipped"):
+        continue  # What was wrong with it is diagnosed, and told.
       value = values[bound.metric]
       if bound.allows(value, limit):
         self._beyond.discard(bound.key)

@@ -23,6 +23,8 @@ from rollplex_jax.stages.rollout import Completions
 # Responses are cut to buckets of at least this length: telling short ones
 # apart would compile many programs and save little.
 _SHORT_RESPONSE = 16
+# The same of what a turn adds to an episode.
+SHORT_TURN = 16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -414,6 +414,7 @@ class Trainer:
               step + 1, number, new, loss, functools.partial(
                   nonfinite.of_supervised, self.policy, self.settings, batch,
                   part)))
+    after = groups.lengths if groups.suffix is None else groups.suffix.lengths
     values["perf/total_num_tokens"] = float(
-        groups.lengths.sum() + batch.inputs.lengths.sum())
+        after.sum() + batch.inputs.lengths.sum())
     return values, []

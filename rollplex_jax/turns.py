@@ -22,16 +22,15 @@ from rollplex_jax.data import batching
 from rollplex_jax.data.batching import Media
 from rollplex_jax.data.episodes import EpisodePlayer
 from rollplex_jax.data.processor import Processor, Prompt
+from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.executor import Step
 from rollplex_jax.models.config import ModelConfig
 from rollplex_jax.models.inputs import Suffixes
 from rollplex_jax.models.positions import next_position
+from rollplex_jax.samples import SHORT_TURN
 from rollplex_jax.stages.extend import Chunk
 from rollplex_jax.stages.rollout import Completions, Turn
 from rollplex_jax.units import HostTurn
-
-# Widths of what turns add are rounded up to this at least: see `bucket`.
-_SHORT = 16
 
 
 class Suffix:
@@ -158,8 +157,8 @@ def collect(config: ModelConfig, suffixes: Sequence[Sequence[Suffix]],
   flat = [suffix for group in suffixes for suffix in group]
   b, g = len(suffixes), len(suffixes[0])
   responses = [suffix.response() for suffix in flat]
-  r = batching.coarse_bucket(max(len(ids) for ids, *_ in responses), _SHORT)
-  s = batching.coarse_bucket(max(map(len, flat)) - 1, _SHORT)
+  r = batching.coarse_bucket(max(len(ids) for ids, *_ in responses), SHORT_TURN)
+  s = batching.coarse_bucket(max(map(len, flat)) - 1, SHORT_TURN)
   patch_dim = config.vision.patch_dim if config.vision else 0
 
   def stack(values, width, fill=0):
@@ -217,11 +216,17 @@ def play(work: Step, player: EpisodePlayer, processor: Processor,
       suffix = flat[n]
       if suffix.over:
         continue
-      seen = message and processor.continuation(
-          message, f"{names[n // g]}, turn {turn + 1}", after_end=ended[n])
-      suffix.over = seen is None or len(suffix) + len(seen.token_ids) > limit
-      if suffix.over:
-        suffix.finished = seen is None and bool(suffix.finished)
+      if message is None:
+        suffix.over = True
+        continue
+      try:
+        seen = processor.continuation(
+            message, f"{names[n // g]}, turn {turn + 1}", after_end=ended[n])
+      except RowError as error:  # The world's fault: it costs this episode.
+        player.fail(n, str(error))
+        seen = None
+      if seen is None or len(suffix) - 1 + len(seen.token_ids) > limit:
+        suffix.over, suffix.finished = True, False
       else:
         suffix.observe(seen)
     if all(suffix.over for suffix in flat):
@@ -268,7 +273,7 @@ class _History:
              for j, suffix in enumerate(group) if not suffix.over}
     # One width for all turns, if that will do: fewer programs.
     self._width = max(self._width, batching.bucket(
-        max(len(ids) for ids, *_ in fresh.values()), _SHORT))
+        max(len(ids) for ids, *_ in fresh.values()), SHORT_TURN))
     start, self._end = self._end, self._end + self._width
     if self._end > self._length:
       left = work.settings.max_turns - turn

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rollplex_jax import samples
+from rollplex_jax.models import shared_prefix
 from rollplex_jax.stages import objectives
 from tests.helpers import tiny_episodes, tiny_steps
 
@@ -172,6 +173,42 @@ class TurnsTest(parameterized.TestCase):
     self.assertEqual(
         [len(m.grids) for m in episodes.media.reshape(-1)],
         [sum(len(p.grids) for p in s._media) for g in suffixes for s in g])
+
+  def test_an_observation_that_fits_exactly_is_added(self):
+    suffix = self.suffixes[0][2]
+    before = [len(p.token_ids) for p in suffix._media]
+    # As long as the longest episode, with room for an answer of full length.
+    room = len(suffix) - 1 - len(suffix.texts[-1].split()) + (
+        tiny_steps.MAX_LENGTH)
+    for limit, seen in ((room, len(before)), (room - 1, len(before) - 1)):
+      _, got = tiny_episodes.play(_work(), max_length=limit)
+      self.assertLen(got[0][2]._media, seen)
+
+  def test_an_observation_that_is_refused_ends_its_episode(self):
+    player = tiny_episodes.Player((3, 1, 4, 2))
+    every = range(1 << 20)
+    _, got = tiny_episodes.play(_work(), player, refused=every)
+    self.assertEqual({len(s.texts) for group in got for s in group}, {1})
+    # Those with one turn had nothing to see.
+    expected = [n for n in range(16) if (3, 1, 4, 2)[n % 4] > 1]
+    self.assertEqual(sorted(player.failed), expected)
+    self.assertIn("row 0, turn 1: frames that", player.failed[0])
+
+  def test_attention_to_a_history_in_blocks(self):
+    """A prompt at a time gives what all give at once."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    b, g, r, heads, kv, h, p, s = 3, 2, 4, 4, 2, 8, 5, 6
+    args = (
+        draw(b, g, r, heads, h), draw(b, g, r, kv, h), draw(b, g, r, kv, h),
+        (draw(b, kv, h, p), draw(b, kv, p, h)), np.array([5, 0, 3], np.int32),
+        np.full((b, g), r, np.int32),
+        (draw(b * g, kv, h, s), draw(b * g, kv, s, h), rng.random(
+            (b * g, s)) < 0.6))
+    want = shared_prefix.attend_suffixes(*args)
+    with mock.patch.object(shared_prefix, "MANY_SCORES", 0):
+      got = shared_prefix.attend_suffixes(*args)
+    np.testing.assert_allclose(got, want, atol=1e-6)
 
   @pytest.mark.slow
   def test_a_longer_history_makes_room(self):

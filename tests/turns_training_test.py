@@ -1,6 +1,7 @@
 """Runs whose episodes have several turns."""
 
 import pathlib
+import signal
 import tempfile
 
 from absl.testing import absltest, parameterized
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 
 from rollplex_jax import supervised
-from rollplex_jax.config import Algorithm, RolloutConfig
+from rollplex_jax.config import Algorithm, CheckpointConfig, RolloutConfig
 from rollplex_jax.data.rows import RowList
 from rollplex_jax.errors import InputError
 from rollplex_jax.full_passes import score_groups
+from rollplex_jax.interrupts import Interrupts, Stopped
 from rollplex_jax.loop import Run
 from rollplex_jax.placement.mesh import MeshConfig
 from rollplex_jax.placement.residency import ResidencyConfig
+from rollplex_jax.run_comparison import compare
 from rollplex_jax.schedule import ScheduleConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig
 from rollplex_jax.trainer import Trainer
@@ -55,6 +58,9 @@ class _Player:
     return [None if text is None or "e" in text or len(texts) == _TURNS
             else _seen(len(text))
             for text, texts in zip(completions, self._texts)]
+
+  def fail(self, index, reason):
+    raise AssertionError(reason)
 
   def scores(self):
     return [{"overall": "".join(texts).count("a") / 8} for texts in self._texts]
@@ -99,12 +105,14 @@ class TurnsTrainingTest(parameterized.TestCase):
     mesh = MeshConfig(data=4, training_tp=1, rollout_tp=2)
     window = ScheduleConfig(
         name="rollplex", prefix_source="window", window_chunk=16)
-    _, want = self.steps(1, schedule=window)
-    _, got = self.steps(1, schedule=window, mesh=mesh)
+    _, want = self.steps(1, schedule=window, train_batch_size=8)
+    trainer, got = self.steps(
+        1, schedule=window, mesh=mesh, train_batch_size=8)
     for name in ("actor/loss", "actor/grad_norm", "critic/score/mean",
                  "actor/kl_loss", "episode_length/mean"):
       np.testing.assert_allclose(got[0][name], want[0][name], rtol=2e-5,
                                  atol=1e-6, err_msg=name)
+    self.assertLen(trainer.evaluate(trainer.task.eval_rows).scores, 3)
 
   def test_run_writes_and_evaluates(self):
     trainer = Trainer(self.config(total_steps=2), task=EchoTask())
@@ -114,6 +122,25 @@ class TurnsTrainingTest(parameterized.TestCase):
     (_, before), _ = run.evaluations
     self.assertLen(before.scores, 3)
     self.assertIn("\n", "".join(before.completions))
+
+  @pytest.mark.slow
+  def test_a_resumed_run_is_the_same(self):
+    config = self.config(total_steps=3, checkpoint=CheckpointConfig(every=1))
+    Run(Trainer(config, task=EchoTask()), self.folder / "whole",
+        tensorboard=False).train()
+    interrupts = Interrupts()
+
+    def stop(progress):
+      if progress.step == 2:
+        interrupts.stop = signal.SIGTERM
+
+    with self.assertRaises(Stopped):
+      Run(Trainer(config, task=EchoTask()), self.folder / "resumed",
+          tensorboard=False, on_step=stop, interrupts=interrupts).train()
+    Run(Trainer(config, task=EchoTask()), self.folder / "resumed",
+        tensorboard=False).train()
+    self.assertEqual(
+        compare(self.folder / "whole", self.folder / "resumed"), [])
 
   def test_supervised_learning_leaves_out_what_is_not_taught(self):
     config = self.config(algorithm=Algorithm.SUPERVISED, micro_batch_size=0)

@@ -26,6 +26,9 @@ from pallas_kernels.shared_prefix_attention import api
 from rollplex_jax.models import layers
 from rollplex_jax.placement import sharding
 
+# Beyond so many attention scores to a history at once, 1 GiB of float32, they
+# are made for some prompts at a time.
+MANY_SCORES = 1 << 28
 # How the compiler splits arrays over a mesh, dimension by dimension: the
 # leading ones that matter here.
 _PROMPTS, _CACHE = ("batch",), ("batch", "kv_heads")
@@ -56,8 +59,9 @@ def attend_suffixes(q: jax.Array, k: jax.Array, v: jax.Array, prefix,
     without meaning.
   """
   if history:
-    return _suffixes_by_parts(
-        q, *prefix, k, v, prefix_lengths, suffix_lengths, *history)
+    return _by_prompts(
+        _suffixes_by_parts,
+        (q, *prefix, k, v, prefix_lengths, suffix_lengths, *history))
   return _choose(
       _suffixes_by_kernel, _suffixes_by_parts,
       (q, *prefix, k, v, prefix_lengths, suffix_lengths),
@@ -229,6 +233,28 @@ def _one_by_parts(q, prefix_k, prefix_v, suffix_k, suffix_v, prefix_lengths,
   last = [_attend_own(q, *own)] if own else []
   out = layers.join_parts(far, *near, *last).astype(q.dtype)
   return out.reshape(b, g, num_heads, h)
+
+
+def _by_prompts(attend: Callable, arrays: Sequence[jax.Array]) -> jax.Array:
+  """`attend` of arrays [B, ...] and [N, ...], a few prompts at a time.
+
+  All at once where their scores are few. Of a batch that is split over devices,
+  each device has a prompt of its own at a time.
+  """
+  q, keys = arrays[:2]
+  b, g, r, heads, _ = q.shape
+  seen = keys.shape[-1] + r + arrays[7].shape[-1]
+  ways = sharding.batch_ways()
+  if b * g * r * heads * seen <= MANY_SCORES or b <= ways:
+    return attend(*arrays)
+  # [B, ...] as [B / ways, ways, ...]: the second dimension is the devices'.
+  apart = lambda a: a.reshape(
+      ways, b // ways, a.shape[0] // b, *a.shape[1:]).swapaxes(0, 1)
+  together = lambda a: a.reshape(-1, *a.shape[2:])
+  out = jax.lax.map(
+      lambda parts: attend(*map(together, parts)),
+      tuple(map(apart, arrays)))
+  return out.swapaxes(0, 1).reshape(q.shape)
 
 
 def _attend_history(q, keys, values, exists):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 import types
 from typing import Any
 
@@ -14,6 +14,7 @@ from rollplex_jax import turns
 from rollplex_jax.data import batching
 from rollplex_jax.data.batching import Media
 from rollplex_jax.data.processor import Prompt
+from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.executor import Step
 from rollplex_jax.models import decoder, vlm
 from rollplex_jax.models.config import ModelConfig
@@ -37,13 +38,17 @@ class Processor:
 
   tokenizer = types.SimpleNamespace(eos_token_id=1)
 
-  def __init__(self, config: ModelConfig):
+  def __init__(self, config: ModelConfig, refused: Container[int] = ()):
+    """`refused` are messages that can't be made tokens of."""
     self._config = config
+    self.refused = refused
     self.asked: list[tuple] = []
 
   def continuation(self, message: int, where: str, *,
                    after_end: bool) -> Prompt:
     self.asked.append((message, where, after_end))
+    if message in self.refused:
+      raise RowError(where, "template", "frames that nobody can read")
     media, text = _SEEN[message % len(_SEEN)]
     return tiny_policy.prompt(self._config, media, text, seed=100 + message)
 
@@ -57,6 +62,7 @@ class Player:
 
   Attributes:
     heard: texts of every turn.
+    failed: reasons by the number of an episode.
   """
 
   def __init__(self, num_turns: Sequence[int]):
@@ -65,7 +71,7 @@ class Player:
     self.heard: list[list[str | None]] = []
 
   def start(self, rows: Sequence[Any]) -> None:
-    self.heard = []
+    self.heard, self.failed = [], {}
     self._count = len(rows)
 
   def step(self, completions: Sequence[str | None]) -> list[int | None]:
@@ -76,12 +82,15 @@ class Player:
         or self._num_turns[n % len(self._num_turns)] <= turn
         else len(text) + 10 * turn + n for n, text in enumerate(completions)]
 
+  def fail(self, index: int, reason: str) -> None:
+    self.failed[index] = reason
+
   def scores(self) -> list[dict[str, float]]:
     return [{"overall": float(n % 3)} for n in range(self._count)]
 
 
 def play(work: Step, player: Player | None = None,
-         **kwargs) -> tuple[Episodes, list[list[turns.Suffix]]]:
+         refused: Container[int] = (), **kwargs) -> tuple[Episodes, list[list[turns.Suffix]]]:
   """A step's episodes, and what they were made of."""
   made = []
   collect = turns.collect
@@ -93,7 +102,8 @@ def play(work: Step, player: Player | None = None,
   rows = range(len(work.batch.prompts))
   with _replaced(turns, "collect", keep):
     episodes = turns.play(
-        work, player or Player((3, 1, 4, 2)), Processor(work.settings.config),
+        work, player or Player((3, 1, 4, 2)), Processor(
+            work.settings.config, refused),
         [{}] * len(rows), [f"row {i}" for i in rows], **kwargs)
   return episodes, made[0]
 
