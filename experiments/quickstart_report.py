@@ -159,8 +159,9 @@ def describe(summary: Mapping[str, Any], output: pathlib.Path) -> str:
       for name, label in names.items() if name in parts)
   how = "whole plans from one look"
   if summary["max_turns"] > 1:
-    how = (f"in up to {summary['max_turns']} turns of "
-           f"{summary['actions_per_turn']} actions")
+    count = summary["actions_per_turn"]
+    how = f"in up to {summary['max_turns']} turns of " + (
+        "an action" if count == 1 else f"{count} actions")
   return f"""
 A policy of {summary['num_parameters'] / 1e6:.1f} M parameters learned to act in a world
 it sees: {summary['level']}, {how}.

@@ -54,7 +54,7 @@ _SCALED = {
 _NOT_RUN = {
     "git clone": "needs the repository's address",
     "cd rollplex": "goes with the clone",
-    "make quickstart": "six minutes; tests/experiments/quickstart_test.py runs a "
+    "make quickstart": "minutes; tests/experiments/quickstart_test.py runs a "
                        "miniature of it",
     "make test": "runs this test",
     "make venv": "installs",
