@@ -30,6 +30,7 @@ import shutil
 import threading
 from typing import Any
 
+from absl import logging
 import jax
 
 from rollplex_jax.errors import InputError
@@ -155,15 +156,22 @@ class Checkpoints:
       self._clean_up()
 
   def prune(self, keep: int, best: Collection[int] = ()) -> None:
-    """Removes all but the newest `keep` and those of the steps `best`."""
+    """Removes all but the newest `keep` and those of the steps `best`.
+
+    One that can't be removed stays, with a warning.
+    """
     if not processes.is_first():
       return
     steps = self.steps()
     for step in set(steps[:-keep]) - set(best):
       # Under another name first: a checkpoint is whole or isn't one.
-      going = self.folder / f"{step}{_GOING}"
-      self._path(step).rename(going)
-      shutil.rmtree(going, ignore_errors=True)
+      path, going = self._path(step), self.folder / f"{step}{_GOING}"
+      try:
+        path.rename(going)
+      except OSError as error:
+        logging.warning("%s: can't be removed: %s", path, _reason(error))
+      else:
+        shutil.rmtree(going, ignore_errors=True)
 
   def clean(self) -> None:
     """Removes what a process that was killed left half-written or half-gone."""
@@ -195,10 +203,15 @@ class Checkpoints:
     except Exception as error:
       self._failed(error)
     path, self._saving = self._path(self._saving), None
-    if processes.is_first():
+    if not processes.is_first():
+      return
+    try:
       write_json(path / _FILES, {
           str(file.relative_to(path)): file.stat().st_size
           for file in sorted(path.rglob("*")) if file.is_file()})
+    except OSError as error:  # The checkpoint is whole without it.
+      raise CheckpointError(
+          f"{path / _FILES}: can't be written: {_reason(error)}") from error
 
   def _failed(self, error: Exception):
     step, self._saving = self._saving, None
@@ -243,13 +256,14 @@ class Checkpoints:
     self._check_files(path)
     try:
       raw = json.loads((path / "run/metadata").read_text())
-      version, tensors = raw["format"], raw["tensors"]
+      version = raw["format"]
+      found = Checkpoint(path, raw["step"], raw["facts"], raw["tensors"])
     except (OSError, ValueError, KeyError, TypeError) as error:
       raise self._damaged(path, f"run/metadata: {error!r}") from error
     if version != FORMAT:
       raise InputError(f"{path}: is of format {version}, expected {FORMAT}: "
                        "another version of the program wrote it")
-    return Checkpoint(path, raw["step"], raw["facts"], tensors)
+    return found
 
   def _check_files(self, path: pathlib.Path) -> None:
     """Whether a checkpoint's files are there and as long as they were."""
@@ -257,7 +271,10 @@ class Checkpoints:
         f"{part}/_METADATA" for part in _PARTS)))
     # Not there if the process ended just after the checkpoint was whole.
     if (path / _FILES).exists():
-      sizes |= json.loads((path / _FILES).read_text())
+      try:
+        sizes |= json.loads((path / _FILES).read_text())
+      except (OSError, ValueError, TypeError) as error:
+        raise self._damaged(path, f"{_FILES}: {error!r}") from error
     for name, size in sizes.items():
       found = (path / name).stat().st_size if (path / name).exists() else None
       if found is None:

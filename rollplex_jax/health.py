@@ -162,6 +162,8 @@ class Health:
   def set_state(self, state: Mapping[str, Any]) -> None:
     """Goes on from `get_state`'s result."""
     self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
+    if 0 < self._config.max_skipped_updates <= self._in_a_row:
+      self._in_a_row = 0  # They ended the run; whoever goes on tries anew.
     self._beyond = set(state["beyond"])
 
   def watch(self, step: int, values: Mapping[str, float]) -> None:

@@ -308,7 +308,7 @@ class Run:
         "tokens_per_second": record.tokens / max(record.train_seconds, 1e-9),
         "compilations": record.compilations,
         "compile_seconds": record.compile_seconds,
-        "skipped_rows": record.skipped_rows,
+        "skipped_rows": sum(processes.exchange(record.skipped_rows)),
         "reference": reference_lib.summary(
             self._config, trainer.model_config, trainer.reference,
             trainer.policy.frozen, record.first_kl),

@@ -46,6 +46,7 @@ MAY_CHANGE: dict[str, str] = {
     "data.reward_num_workers": "what the machine allows",
     "data.reward_max_timeouts": "where the run ends",
     "data.reward_dry_run": "a check before the start",
+    "data.environment.num_workers": "what the machine allows",
 }
 # Bytes that are looked at in each of three places of a tensor.
 _SAMPLE_BYTES = 4096

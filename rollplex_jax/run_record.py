@@ -24,7 +24,8 @@ class RunRecord:
     first_kl: mean KL estimate of the first step, if there is a reference.
     compilations, compile_seconds: over all processes that the run had in turn.
     evaluations: "step", "train_seconds" and metrics of each.
-    skipped_rows: rows that were left out.
+    skipped_rows: rows that this process left out; in a checkpoint the sum over
+      all processes, in which a row that several read counts for each.
     pipeline: position in the order of rows, of each process.
     health: state of what watches the run's numbers.
     files: bytes of the files that grow, by path in the run's folder.

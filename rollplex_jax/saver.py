@@ -46,11 +46,12 @@ class Saver:
     self._time = time.perf_counter()
     self._several = jax.process_count() > 1
     self._last: dict[str, Any] = {}
-    self._best: list[int] = []
+    self._ranked: list[int] = []
+    self._may_prune = False
 
   def remember(self, record: RunRecord) -> None:
     """Notes where the run is; the state is as it was after the last step."""
-    self._best = record.best_steps(self._config.keep_best)
+    self._ranked = record.best_steps(len(record.evaluations))
     self._last = record.to_dict()
 
   def is_time(self) -> bool:
@@ -64,13 +65,14 @@ class Saver:
     """Whether the state after the last step is to be saved."""
     every = self._config.every
     return (self.asked or bool(every and record.step % every == 0)
-            or (record.is_evaluated and record.step in self._best))
+            or (record.is_evaluated
+                and record.step in self._ranked[:self._config.keep_best]))
 
   def save(self, *, wait: bool = False) -> bool:
     """Saves the state after the last step, unless it is saved already.
 
-    A save that fails is told, and tried again when the next one is due: the
-    disk may have room then.
+    The save under way is waited for. One that fails is told, and tried again
+    when the next one is due: the disk may have room then.
 
     Args:
       wait: until it is on the disk.
@@ -86,17 +88,21 @@ class Saver:
     step, config = self._last["step"], self._trainer.config
     if not self._config.enabled or step == 0:
       return False
+    if wait or self.saved != step:
+      self._settle()
     try:
       if self.saved != step:
-        (position,) = self._last["pipeline"]
-        self._write(self._last | {"pipeline": processes.exchange(position)},
+        told = processes.exchange(
+            (self._last["pipeline"], self._last["skipped_rows"]))
+        self._write(self._last | {
+            "pipeline": [position for (position,), _ in told],
+            "skipped_rows": sum(skipped for _, skipped in told)},
                     # What a checked step compares must not be the writer's.
                     wait=wait or config.residency.check)
-      if wait:
-        self.checkpoints.finish()
-        self._prune()
     except CheckpointError as error:
       self._failed(error)
+    if wait:
+      self._settle()
     return self.saved == step
 
   def save_beside(self, last: float) -> bool:
@@ -119,6 +125,7 @@ class Saver:
         if policy.version == self._last["updates"] and not any(
             a.is_deleted() for a in jax.tree.leaves(self._trainer.state)):
           try:
+            self._settle(prune=False)  # The run's own thread may be at it.
             self._write(self._last, wait=True)
             return True
           except CheckpointError as error:
@@ -151,6 +158,7 @@ class Saver:
         record["step"], self._trainer.state,
         self._facts | {"record": dict(record)}, wait=wait)
     self.saved = record["step"]
+    self._may_prune = True
 
   def _is_saving(self) -> bool:
     try:
@@ -161,8 +169,24 @@ class Saver:
     self._prune()
     return False
 
+  def _settle(self, *, prune: bool = True) -> None:
+    """Waits for the save under way; that it fails hinders no other."""
+    try:
+      self.checkpoints.finish()
+    except CheckpointError as error:
+      self._failed(error)
+    if prune:
+      self._prune()
+
   def _prune(self) -> None:
-    self.checkpoints.prune(self._config.keep, self._best)
+    """Makes room once after each save, while none is under way."""
+    if not self._may_prune:
+      return
+    self._may_prune = False
+    # A best one that is not on the disk yet, or never, replaces none that is.
+    there = set(self.checkpoints.steps())
+    best = [step for step in self._ranked if step in there]
+    self.checkpoints.prune(self._config.keep, best[:self._config.keep_best])
 
   def _failed(self, error: CheckpointError) -> None:
     self.saved = None

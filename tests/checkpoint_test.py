@@ -1,10 +1,14 @@
 """Checkpoints by themselves: what comes back, and what is refused."""
 
 import collections
+import errno
 import os
 import pathlib
 import shutil
 import tempfile
+import threading
+import time
+import types
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -13,9 +17,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
 
+from rollplex_jax import checkpoint as checkpoint_lib
 from rollplex_jax.checkpoint import CheckpointError, Checkpoints
+from rollplex_jax.config import CheckpointConfig, TrainConfig
 from rollplex_jax.errors import InputError
+from rollplex_jax.placement import processes
 from rollplex_jax.run_record import RunRecord
+from rollplex_jax.saver import Saver
 from rollplex_jax.stages import update
 from tests.helpers import devices
 
@@ -24,6 +32,7 @@ devices.use_virtual_devices()
 _OPTIMIZER = update.make_optimizer(update.OptimizerConfig(
     learning_rate=1e-2, weight_decay=0.1))
 _SIZE = 1 << 16
+_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _sharding(axis):
@@ -170,6 +179,119 @@ class CheckpointTest(parameterized.TestCase):
     self.assertEqual(os.listdir(self.folder), ["000001"])
     self.checkpoints.save(2, state, {}, wait=True)
     self.assertEqual(self.checkpoints.steps(), [1, 2])
+
+  def test_no_room_for_the_sizes(self):
+    with mock.patch.object(checkpoint_lib, "write_json", side_effect=_FULL):
+      with self.assertRaisesRegex(
+          CheckpointError, "000001/files.json: can't be written: No space left"):
+        self.checkpoints.save(1, _state(), {}, wait=True)
+    self.assertEqual(self.checkpoints.read().step, 1)
+
+  def test_one_that_cannot_be_removed_stays(self):
+    for step in (1, 2, 3):
+      self.checkpoints.save(step, _state(), {}, wait=True)
+    rename = pathlib.Path.rename
+
+    def refuse(path, target):
+      if path.name == "000001":
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+      return rename(path, target)
+
+    with mock.patch.object(pathlib.Path, "rename", refuse):
+      with self.assertLogs(level="WARNING") as logs:
+        self.checkpoints.prune(1)
+    self.assertIn("000001: can't be removed: Permission denied",
+                  "".join(logs.output))
+    self.assertEqual(self.checkpoints.steps(), [1, 3])
+
+
+class SaverTest(absltest.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.folder = self.enterContext(tempfile.TemporaryDirectory())
+
+  def saver(self, **kwargs):
+    saver = Saver(self.folder, types.SimpleNamespace(
+        config=TrainConfig(checkpoint=CheckpointConfig(**kwargs)),
+        state=_state()), {})
+    self.addCleanup(saver.close)
+    return saver
+
+  def reach(self, saver, step, rewards):
+    """A step, and evaluations so far with these rewards by step."""
+    record = RunRecord(step=step, pipeline=[{"next_index": step}], evaluations=[
+        {"step": s, "val/reward": r} for s, r in rewards.items()])
+    saver.remember(record)
+    return record
+
+  def test_the_best_stays_until_a_better_one_is_saved(self):
+    saver = self.saver(keep=1, keep_best=1)
+    for step in (1, 2):
+      self.reach(saver, step, {1: 0.5})
+      saver.save(wait=True)
+    record = self.reach(saver, 3, {1: 0.5, 3: 0.7})
+    self.assertFalse(saver.is_time())
+    self.assertTrue(saver.is_due(record))
+    self.assertEqual(saver.checkpoints.steps(), [1, 2])
+    with mock.patch.object(shutil, "disk_usage", side_effect=_FULL):
+      with self.assertLogs(level="WARNING"):
+        self.assertFalse(saver.save(wait=True))
+    self.reach(saver, 4, {1: 0.5, 3: 0.7})
+    saver.save(wait=True)  # That of step 3 is not there, nor will be.
+    self.assertEqual(saver.checkpoints.steps(), [1, 4])
+    self.reach(saver, 5, {1: 0.5, 3: 0.7, 5: 0.6})
+    saver.save()
+    saver.checkpoints.finish()
+    self.assertFalse(saver.is_time())
+    self.assertEqual(saver.checkpoints.steps(), [5])
+
+  def test_makes_room_though_a_save_is_always_under_way(self):
+    saver = self.saver(keep=1, keep_best=0)
+    for step in (1, 2, 3, 4):
+      self.reach(saver, step, {})
+      saver.save()
+    saver.checkpoints.finish()
+    self.assertEqual(saver.checkpoints.steps(), [3, 4])
+
+  def test_a_save_that_failed_hinders_no_other(self):
+    for last in ("save", "save_beside"):
+      with self.subTest(last):
+        saver = self.saver()
+        saver._trainer.policy = types.SimpleNamespace(
+            lock=threading.Lock(), version=0)
+        step = 1 + max(saver.checkpoints.steps(), default=0)
+        self.reach(saver, step, {})
+        saver.save()
+        writer = saver.checkpoints._writer
+        wait, errors = writer.wait_until_finished, [_FULL]
+
+        def fail_once(wait=wait, errors=errors):
+          wait()
+          if errors:
+            raise errors.pop()
+
+        self.reach(saver, step + 1, {})
+        with mock.patch.object(writer, "wait_until_finished", fail_once):
+          with self.assertLogs(level="WARNING") as logs:
+            self.assertTrue(saver.save(wait=True) if last == "save"
+                            else saver.save_beside(time.monotonic()))
+        self.assertIn(f"00000{step}: can't be written: No space left on device;"
+                      " the run goes on", "".join(logs.output))
+        self.assertEqual(saver.checkpoints.steps()[-1], step + 1)
+
+  def test_rows_left_out_by_any_process_count(self):
+    """Another process has left out two rows."""
+    saver = self.saver()
+    self.reach(saver, 1, {})
+    with mock.patch.object(processes, "exchange", side_effect=(
+        lambda mine: [mine, ([{"next_index": 3}], 2)])):
+      saver.save(wait=True)
+    record = RunRecord.of(saver.checkpoints.read().facts["record"])
+    self.assertEqual(record.skipped_rows, 2)
+    self.assertEqual(record.position(1, 2, 1), {"next_index": 3})
+    with self.assertRaisesRegex(InputError, "left out 2 rows in 2 processes"):
+      record.position(0, 1, 2)
 
 
 class RunRecordTest(absltest.TestCase):

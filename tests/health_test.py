@@ -85,6 +85,19 @@ class WatchTest(parameterized.TestCase):
       HealthConfig(max_kl=value)
 
 
+class CountTest(parameterized.TestCase):
+
+  @parameterized.parameters((1, False), (2, True))
+  def test_counts_anew_after_it_ended_the_run(self, before, goes_on):
+    health = Health(HealthConfig(max_skipped_updates=2))
+    health.set_state({"skipped": 5, "in_a_row": before, "beyond": []})
+    found = health.after_update(
+        9, 1, {"actor/update_skipped": 1.0, "actor/grad_norm": np.nan}, 0.0,
+        lambda passes: {"reason": "it is so", "hint": "look"})
+    self.assertEqual(found, goes_on)
+    self.assertEqual(health.skipped, 6)
+
+
 class SearchTest(parameterized.TestCase):
 
   @parameterized.parameters(

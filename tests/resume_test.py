@@ -19,7 +19,11 @@ import numpy as np
 import pytest
 
 from rollplex_jax import metrics, resume, supervised
-from rollplex_jax.config import CheckpointConfig
+from rollplex_jax.config import (
+  CheckpointConfig,
+  DataConfig,
+  EnvironmentConfig,
+)
 from rollplex_jax.errors import InputError
 from rollplex_jax.full_passes import supervised_gradient
 from rollplex_jax.interrupts import Interrupts, Stopped
@@ -281,6 +285,8 @@ class RefusedTest(_Case):
         total_steps=9, max_seconds=3.0, eval_every=1, micro_batch_size=2,
         timeline_every=1, mesh=MeshConfig(data=2),
         checkpoint=CheckpointConfig(every=7),
+        data=DataConfig(
+            reward_timeout=5.0, environment=EnvironmentConfig(num_workers=1)),
         optimizer=OptimizerConfig(learning_rate=1e-2, total_steps=5))
     self.assertEqual((found.step, found.changed), (2, ()))
 
@@ -326,15 +332,21 @@ class RefusedTest(_Case):
       resume.find(run, self.settings)
 
   @parameterized.parameters(
-      "run/metadata", "_CHECKPOINT_METADATA", "params/_METADATA",
-      "params/manifest.ocdbt", "optimizer/d", "params/d")
-  def test_half_written(self, name):
+      ("run/metadata",), ("_CHECKPOINT_METADATA",), ("params/_METADATA",),
+      ("params/manifest.ocdbt",), ("optimizer/d",), ("params/d",),
+      ("files.json", lambda text: text[:100]), ("files.json", lambda _: "[1]"),
+      # As long as before, or the sizes would tell.
+      ("run/metadata", lambda text: text.replace('"step"', '"stop"')),
+      ("run/metadata", lambda text: text.replace('"facts"', '"facto"')))
+  def test_half_written(self, name, change=None):
     run = self.copy()
-    gone = run / "checkpoints/000002" / name
-    if gone.is_dir():
-      shutil.rmtree(gone)
+    path = run / "checkpoints/000002" / name
+    if change is not None:
+      path.write_text(change(path.read_text()))
+    elif path.is_dir():
+      shutil.rmtree(path)
     else:
-      gone.unlink()
+      path.unlink()
     files = sorted(run.rglob("*"))
     # Read by whoever looks first, without a trace in the run.
     with self.assertRaisesRegex(
