@@ -110,11 +110,11 @@ class RunRecord:
       InputError: if others shared the rows and left some out, for then nobody
         knows which come next.
     """
-    if len(self.pipeline) == count:
-      return self.pipeline[process]
-    if self.skipped_rows:
+    if not self.skipped_rows:  # Also where a mesh shares rows out otherwise.
+      return {"next_index": self.step * rows}
+    if len(self.pipeline) != count:
       raise InputError(
           f"the run left out {self.skipped_rows} rows in "
           f"{len(self.pipeline)} processes: expected as many to go on with, "
           f"found {count}")
-    return {"next_index": self.step * rows}
+    return self.pipeline[process]

@@ -318,6 +318,8 @@ class RunRecordTest(absltest.TestCase):
     record = RunRecord(step=5, pipeline=[{"next_index": 40}])
     self.assertEqual(record.position(0, 1, 8), {"next_index": 40})
     self.assertEqual(record.position(1, 2, 4), {"next_index": 20})
+    # As many, but on another mesh.
+    self.assertEqual(record.position(0, 1, 4), {"next_index": 20})
     record.skipped_rows = 2
     self.assertEqual(record.position(0, 1, 8), {"next_index": 40})
     with self.assertRaisesRegex(InputError, "left out 2 rows in 1 processes"):
