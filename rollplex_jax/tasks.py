@@ -9,22 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
-import threading
 from typing import Any, Protocol
 
 from rollplex_jax.config import DataConfig
-from rollplex_jax.data.environments import PlanTask, Split
+from rollplex_jax.data.environments import Split
+from rollplex_jax.data.episode_rows import EpisodeRows, LevelRows
 from rollplex_jax.data.episode_workers import EpisodeWorkers, failed_episodes
-from rollplex_jax.data.episodes import EpisodePlayer, TurnTask
+from rollplex_jax.data.episodes import EpisodePlayer
 from rollplex_jax.data.processor import Processor
 from rollplex_jax.data.reward_workers import RewardWorkers
 from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.data.rows import RowFile, select_rows
-from rollplex_jax.data.workers import Limits, default_num_workers
+from rollplex_jax.data.workers import Failure, Limits, default_num_workers
 from rollplex_jax.data.worlds import World
 from rollplex_jax.errors import InputError
 
-_CACHED_DEMONSTRATIONS = 1 << 16
+# Episodes of which one must have a demonstration for a run to begin.
+_TRIED = 16
 
 
 class Task(Protocol):
@@ -117,40 +118,6 @@ def limits(config: DataConfig, num_workers: int | None) -> Limits:
       max_timeouts=config.reward_max_timeouts)
 
 
-class EpisodeRows(Sequence):
-  """Start states of an environment as rows, made when they are asked for."""
-
-  def __init__(self, make_row: Callable[[int], dict[str, Any] | None],
-               split: Split, count: int, *, first: int = 0):
-    """Row i is the episode of seed `split.seed(first + i)`.
-
-    Args:
-      make_row: the row of a seed, or None where the demonstration that it is to
-        hold can't be had. Is called from the threads that read.
-      split: whose seeds.
-      count: number of rows.
-      first: index of the first episode.
-    """
-    self._make_row = make_row
-    self._split, self._count, self._first = split, count, first
-    split.seed(first + count - 1)  # Refuses what would run out of seeds.
-
-  def __len__(self) -> int:
-    return self._count
-
-  def where(self, index: int) -> str:
-    return f"episode {self._split.seed(self._first + index)}"
-
-  def __getitem__(self, index: int) -> dict[str, Any]:
-    if not 0 <= index < self._count:
-      raise IndexError(index)
-    row = self._make_row(self._split.seed(self._first + index))
-    if row is None:
-      raise RowError(self.where(index), "no demonstration",
-                     "the teacher has no plan that is short enough")
-    return row
-
-
 class EpisodesTask:
   """Episodes of an environment.
 
@@ -158,11 +125,19 @@ class EpisodesTask:
   several, `player` plays them, and demonstrations are rows' "turns".
   """
 
-  def __init__(self, config: DataConfig, *, demonstrations: bool = False):
-    """`demonstrations` adds the teacher's responses to the training rows.
+  def __init__(self, config: DataConfig, processor: Processor | None = None, *,
+               demonstrations: bool = False):
+    """Tries the world out.
+
+    Args:
+      config: names it.
+      processor: of the policy. An episode that starts with what it refuses is
+        shown black and fails. None lets everything pass.
+      demonstrations: add the teacher's responses to the training rows.
 
     Raises:
-      InputError: no such world, or one that does not work.
+      InputError: no such world, one that does not work, one that shows what the
+        processor refuses, or one without the demonstrations that are wanted.
     """
     world = config.environment
     splits = {split.name.lower(): split for split in Split}
@@ -170,7 +145,9 @@ class EpisodesTask:
     self._world = World.of(world)
     self._workers = _episode_workers(
         self._world, limits(config, world.num_workers))
-    self._workers.check()
+    self._processor = processor
+    row, answer = self._workers.check()
+    self._check_seen(row, [answer], self._workers.name)
     self._fallbacks = failed_episodes(
         self._workers.name, config.reward_fallback)
     self.max_turns = world.max_turns
@@ -178,10 +155,15 @@ class EpisodesTask:
     self.may_skip = demonstrations
     self.report = []
     key = "response" if self.max_turns == 1 else "turns"
-    self.train_rows = EpisodeRows(
+    train = functools.partial(
+        EpisodeRows,
         self._rows(key if demonstrations else "", world.noise, False),
         splits[world.train_split], world.num_episodes,
         first=world.first_episode)
+    if demonstrations:
+      self._check_demonstrations(train())
+    self.train_rows = train(tell=functools.partial(
+        self._fallbacks.tell, then="is left out"))
     self.eval_rows = None
     if self._count:
       self.eval_rows = self.held_out()
@@ -193,16 +175,54 @@ class EpisodesTask:
   def score(self, completions, rows, row_indices):
     del row_indices
     return self._workers.score(
-        completions, [row["seed"] for row in rows], self._fallbacks)
+        completions, rows, self._fallbacks)
 
   def player(self) -> EpisodePlayer:
     return self._workers.player(self._fallbacks)
 
   def _rows(self, key: str, noise: float, blind: bool) -> Callable:
+    make = LevelRows(self._world, key, noise, blind)
     if self._world.make:
-      return lambda seed: self._workers.row(
-          seed, blind, key, noise, self._fallbacks)
-    return LevelRows(self._world, key, noise, blind)
+      make = lambda seed: self._workers.row(seed, blind, key, noise)
+    return make if key else lambda seed: self._shown(seed, make(seed))
+
+  def _shown(self, seed: int, row: dict[str, Any] | Failure) -> dict[str, Any]:
+    """A row as it is, or a black one in place of what can't be shown."""
+    if isinstance(row, Failure):
+      self._fallbacks.tell(row, f"episode {seed}", then="is shown black")
+      return self._workers.blank(seed)
+    if self._processor is not None:
+      try:
+        self._processor.check(row, "what is seen first")
+      except RowError as error:
+        return self._workers.blank(seed, str(error))
+    return row
+
+  def _check_seen(self, row: dict[str, Any],
+                  answers: Iterable[dict[str, Any] | None], where: str) -> None:
+    """Raises RowError if the processor refuses a row or what follows it."""
+    if self._processor is None:
+      return
+    self._processor.check(row, f"{where}: what is seen first")
+    for answer in answers:
+      if answer is not None:
+        self._processor.continuation(
+            answer, f"{where}: what is seen next", after_end=True)
+
+  def _check_demonstrations(self, rows: EpisodeRows) -> None:
+    """Raises InputError if none of the first rows can be learned from."""
+    errors = []
+    for i in range(min(_TRIED, len(rows))):
+      try:
+        row = rows[i]
+        self._check_seen(row, [turn["message"] for turn in row.get("turns", ())],
+                         rows.where(i))
+        return
+      except RowError as error:
+        errors.append(error)
+    raise InputError(
+        f"{self._workers.name}: expected demonstrations of its expert to learn "
+        f"from, found none in {len(errors)} episodes; {errors[0]}")
 
 
 @functools.lru_cache(2)
@@ -211,39 +231,10 @@ def _episode_workers(world: World, limits: Limits) -> EpisodeWorkers:
   return EpisodeWorkers(world, limits)
 
 
-class LevelRows:
-  """Makes the rows of a level in the thread that asks for them."""
-
-  def __init__(self, world: World, key: str, noise: float, blind: bool):
-    """With a demonstration under `key`, if that isn't empty."""
-    self._world, self._key, self._blind = world, key, blind
-    self._local = threading.local()
-    # Plans are asked for again in every epoch, and a teacher thinks longer than
-    # a world takes to draw. Those without a plan count too. Turns hold frames,
-    # too much to keep.
-    self._demonstration = functools.lru_cache(
-        _CACHED_DEMONSTRATIONS if key == "response" else 0)(
-            lambda seed: self._task().demonstration(seed, noise=noise))
-
-  def __call__(self, seed: int) -> dict[str, Any] | None:
-    row = self._task().row(seed, blind=self._blind)
-    if self._key:
-      row[self._key] = self._demonstration(seed)
-      if row[self._key] is None:
-        return None
-    return row
-
-  def _task(self) -> PlanTask | TurnTask:
-    """This thread's own task."""
-    if not hasattr(self._local, "task"):
-      self._local.task = self._world.task()
-    return self._local.task
-
-
 def make_task(config: DataConfig, processor: Processor, *,
               supervised: bool) -> Task:
   """The task that a data config describes; `supervised` needs responses."""
   if config.environment.name:
-    return EpisodesTask(config, demonstrations=supervised)
+    return EpisodesTask(config, processor, demonstrations=supervised)
   return RowsTask(config, processor, needs_reward=not supervised,
                   needs_response=supervised)

@@ -15,6 +15,7 @@ from rollplex_jax.data.worlds import World
 from rollplex_jax.errors import InputError
 
 _FAILED = {"success": 0.0, "malformed": 0.0}
+_REFUSED = "wrong_type"
 _tokens = itertools.count()
 
 
@@ -39,35 +40,50 @@ class EpisodeWorkers:
     )
     self._blank: dict[str, Any] | None = None
 
-  def check(self) -> None:
+  def check(self) -> tuple[dict[str, Any], Message | None]:
     """Starts a worker, which tries the world out.
+
+    Returns:
+      A first row, and what answers an action if that is shown to the policy;
+      all in black.
 
     Raises:
       InputError: naming the world and what is wrong.
     """
     failure = self._pool.start()
     if failure is None:
-      (row,) = self._pool.run([("row", 0, True, "", 0.0)])
-      failure = row if isinstance(row, Failure) else None
-      self._blank = row
+      (seen,) = self._pool.run([("first", 0)])
+      failure = seen if isinstance(seen, Failure) else None
     if failure is not None:
       known = failure.reason.startswith(("environment ", "level ", "size of "))
       reason = failure.reason
       raise InputError(reason if known else f"{self.name}: {reason}")
+    self._blank, _ = seen
+    return seen
 
   def score(
     self,
     completions: Sequence[str],
-    seeds: Sequence[int],
+    rows: Sequence[Mapping[str, Any]],
     fallbacks: Fallbacks,
   ) -> list[dict[str, float]]:
-    """Scores of N plans; see `PlanTask.reward` and `Fallbacks.fill`."""
+    """Scores of N plans; see `PlanTask.reward` and `Fallbacks.fill`.
+
+    Args:
+      completions: the plans.
+      rows: of their episodes, as of `EpisodePlayer.start`.
+      fallbacks: for those that fail.
+    """
     # A group's samples start from one seed and often agree; playing is pure.
-    plans = list(zip(completions, seeds, strict=True))
-    calls = list(dict.fromkeys(plans))
+    plans = [(text, row["seed"])
+             for text, row in zip(completions, rows, strict=True)]
+    refused = [_refused(row) for row in rows]
+    calls = list(dict.fromkeys(
+      plan for plan, failure in zip(plans, refused) if failure is None))
     found = dict(zip(calls, self._pool.run([("plan", *c) for c in calls])))
     return fallbacks.fill(
-      [found[plan] for plan in plans], [f"episode {seed}" for seed in seeds]
+      [failure or found[plan] for plan, failure in zip(plans, refused)],
+      [f"episode {seed}" for _, seed in plans],
     )
 
   def player(self, fallbacks: Fallbacks) -> WorkerPlayer:
@@ -75,22 +91,26 @@ class EpisodeWorkers:
     return WorkerPlayer(self._pool, fallbacks)
 
   def row(
-    self, seed: int, blind: bool, key: str, noise: float, fallbacks: Fallbacks
-  ) -> dict[str, Any] | None:
+    self, seed: int, blind: bool, key: str, noise: float
+  ) -> dict[str, Any] | Failure | None:
     """The row of a seed, a demonstration under `key` if that isn't empty.
 
-    A start that can't be shown is black, and its episode fails too.
-
     Returns:
-      The row, or None without the demonstration that was asked for.
+      The row, None where the teacher has no demonstration, or what went wrong.
     """
     (row,) = self._rows.run([("row", seed, blind, key, noise)])
-    if isinstance(row, Failure):
-      fallbacks.tell(row, f"episode {seed}")
-      if key:
-        return None
-      return {**self._blank, "seed": seed}
     return row
+
+  def blank(self, seed: int, refused: str = "") -> dict[str, Any]:
+    """A black row, after `check`.
+
+    Args:
+      seed: of the episode whose start can't be shown.
+      refused: why the episode fails in any case; empty where that is seen when
+        it is played.
+    """
+    row = {**self._blank, "seed": seed}
+    return {**row, "refused": refused} if refused else row
 
 
 class WorkerPlayer:
@@ -111,7 +131,12 @@ class WorkerPlayer:
     self._episodes = [
       _Played(token, int(row["seed"]), bool(row.get("blind"))) for row in rows
     ]
-    self._play([None] * len(rows), range(len(rows)))
+    for i, row in enumerate(rows):
+      if (failure := _refused(row)) is not None:
+        self.fail(i, failure.reason)
+    self._play([None] * len(rows), [
+      i for i, episode in enumerate(self._episodes) if not episode.over
+    ])
 
   def step(self, completions: Sequence[str | None]) -> list[Message | None]:
     if len(completions) != len(self._episodes):
@@ -140,6 +165,12 @@ class WorkerPlayer:
         episode.history.append(completions[i])
     return messages
 
+  def fail(self, index: int, reason: str) -> None:
+    episode = self._episodes[index]
+    # A row's error names the episode, as the warning does.
+    reason = " ".join(reason.split()).removeprefix(f"episode {episode.seed}, ")
+    episode.over, episode.result = True, Failure(_REFUSED, reason)
+
   def scores(self) -> list[dict[str, float]]:
     return self._fallbacks.fill(
       [e.result for e in self._episodes],
@@ -161,6 +192,11 @@ class _Played:
   def request(self, completion: str | None) -> tuple:
     key = (self.token, self.seed, self.blind)
     return key, tuple(self.history), completion
+
+
+def _refused(row: Mapping[str, Any]) -> Failure | None:
+  """The failure of an episode whose start the policy can't be shown."""
+  return Failure(_REFUSED, row["refused"]) if "refused" in row else None
 
 
 def serve_episodes(world: World) -> Callable[[Any], Any]:
@@ -199,6 +235,14 @@ class _Stage:
       if row[key] is None:
         return None
     return row
+
+  def first(self, seed: int):
+    """See `EpisodeWorkers.check`."""
+    row, message = self._task.row(seed, blind=True), None
+    if isinstance(self._task, TurnTask):
+      episode = self._task.start(seed, blind=True)
+      message = episode.step(self._task.environment.actions[0])
+    return row, message
 
   def turn(self, place: int, key: tuple, history, completion: str | None):
     """One turn of an episode, or its start where `completion` is None.

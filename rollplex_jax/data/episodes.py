@@ -248,8 +248,9 @@ class EpisodePlayer(Protocol):
     """Starts the episodes of N rows of a task; earlier ones are given up.
 
     Args:
-      rows: each with the "seed" of its episode and, if what it shows is black,
-        "blind". Several may have one seed: a group.
+      rows: each with the "seed" of its episode, "blind" if what it shows is
+        black and, if it is to fail at once, "refused": why. Several may have
+        one seed: a group.
     """
 
   def step(self, completions: Sequence[str | None]) -> list[Message | None]:
@@ -261,6 +262,13 @@ class EpisodePlayer(Protocol):
     Returns:
       N user messages, of what is seen next; None where an episode did not act
       or is over.
+    """
+
+  def fail(self, index: int, reason: str) -> None:
+    """Ends an episode that showed what can't be used, for `reason`.
+
+    In place of its scores there is the fallback; it counts as a failure of kind
+    "wrong_type".
     """
 
   def scores(self) -> list[dict[str, float]]:

@@ -41,7 +41,7 @@ class Fallbacks:
       rest: other scores of what failed.
     """
     self._name, self._value, self._rest = name, value, rest
-    self._told: set[str] = set()
+    self._told: set[tuple[str, str]] = set()
 
   def fill(
     self,
@@ -69,15 +69,23 @@ class Fallbacks:
       )
     return scores
 
-  def tell(self, failure: Failure, place: str) -> None:
-    """Warns in one line of the first failure of its kind."""
-    if failure.kind in self._told:
+  def tell(self, failure: Failure, place: str, *, then: str = "") -> None:
+    """Warns in one line of the first failure of its kind.
+
+    Args:
+      failure: what happened.
+      place: where, such as "row 12".
+      then: what becomes of that place, where it isn't a score in its stead.
+    """
+    if (failure.kind, then) in self._told:
       return
-    self._told.add(failure.kind)
+    self._told.add((failure.kind, then))
+    rest = f"{place} {then}; further ones are not told of" if then else (
+      f"it scores {self._value:g}, and further ones are only counted, as "
+      f"reward/{PREFIX}{failure.kind}"
+    )
     logging.warning(
-      "%s",
-      f"{self._name}, {place}: {failure.reason}; it scores {self._value:g}, and "
-      f"further ones are only counted, as reward/{PREFIX}{failure.kind}"
+      "%s", f"{self._name}, {place}: {failure.reason}; {rest}"
     )
 
 

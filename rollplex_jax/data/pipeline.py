@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import threading
 from typing import Any
 
 import grain
 
 from rollplex_jax.data.row_schema import RowError
+from rollplex_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,7 @@ def input_pipeline(
     num_epochs: int | None = None,
     drop_remainder: bool = True,
     on_bad_row: Callable[[RowError], None] | None = None,
+    max_bad_rows: int = 1000,
     num_threads: int = 2,
     prefetch: int | None = None,
     slots: Sequence[int] | None = None,
@@ -57,8 +60,10 @@ def input_pipeline(
     drop_remainder: leave out a last batch that isn't full.
     on_bad_row: told of each row that fails while it is read or processed; the
       next one takes its place. It is called from the reading threads. Without
-      it the error reaches whoever asks for the batch. A set without a good row
-      that is repeated for ever never yields: `rows.select_rows` rules it out.
+      it the error reaches whoever asks for the batch.
+    max_bad_rows: with so many bad rows in a row, all that were read last, no
+      good one is expected any more and whoever asks for the batch gets an
+      InputError.
     num_threads: threads that read ahead; 0 reads when asked.
     prefetch: rows to keep ready, two batches by default.
     slots: places in each batch to read, by default all; the batches that come
@@ -79,15 +84,27 @@ def input_pipeline(
         f"expected at least batch_size {batch_size} rows, found {len(rows)} in "
         f"{num_epochs} epochs")
 
+  bad_rows, lock = 0, threading.Lock()
+
   def load(index: int) -> Example | None:
+    nonlocal bad_rows
     try:
       row = rows[index]
-      return Example(index, row, process(row, rows.where(index)))
+      example = Example(index, row, process(row, rows.where(index)))
     except RowError as error:
       if on_bad_row is None:
         raise
       on_bad_row(error)
+      with lock:
+        bad_rows += 1
+        if bad_rows >= max_bad_rows:
+          raise InputError(
+              f"{bad_rows} rows in a row can't be used; the last: {error}"
+          ) from error
       return None  # Left out of the batch by grain.
+    with lock:
+      bad_rows = 0
+    return example
 
   dataset = grain.MapDataset.source(range(len(rows)))
   if seed is not None:

@@ -26,6 +26,8 @@ from rollplex_jax.data.functions import (
 from rollplex_jax.errors import InputError
 
 HEADER = struct.Struct("<Q")
+# What a job's end or a terminal sends to every process: the run answers for all.
+SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Linux's; Python has no names for them.
 _F_SETSIG = 10
 _PR_SET_PDEATHSIG = 1
@@ -93,6 +95,7 @@ def main(requests: int, replies: int, lifeline: int, lasts: int) -> None:
     lasts: 1 if the thread that started this process lives as long as its own
       process, else 0.
   """
+  _bear_signals()
   for descriptor in (requests, replies, lifeline):
     os.set_inheritable(descriptor, False)  # Programs it starts don't hold them.
   _end_with_parent(lifeline, bool(lasts))
@@ -131,6 +134,24 @@ def _send(replies: int, reply: tuple[str, Any]) -> None:
   view = memoryview(HEADER.pack(len(data)) + data)
   while view:
     view = view[os.write(replies, view):]
+
+
+def _bear_signals() -> None:
+  """Has `SIGNALS`, which are blocked so far, do nothing to this process.
+
+  A handler that does nothing, for what is ignored stays so in the programs that
+  this process starts: it could not end them.
+  """
+  for number in SIGNALS:
+    signal.signal(number, lambda *_: None)
+    signal.siginterrupt(number, False)
+  os.register_at_fork(after_in_child=_heed_signals)
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _heed_signals() -> None:
+  for number in SIGNALS:
+    signal.signal(number, signal.SIG_DFL)
 
 
 def _end_with_parent(lifeline: int, lasts: bool) -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 from typing import Any
 
-from rollplex_jax.data.worker import HEADER
+from rollplex_jax.data.worker import HEADER, SIGNALS
 
 _PIPE_BYTES = 1 << 20
 _PROGRAM = (
@@ -62,6 +62,8 @@ class WorkerProcess:
     ends = (theirs, answers, lifeline)
     _enlarge(self.replies)
     lasts = threading.current_thread() is threading.main_thread()
+    # The process inherits this and takes them once it can bear them.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
       # In a session of its own: it may be killed with all that it has started,
       # and a terminal's interrupt doesn't reach it.
@@ -81,6 +83,7 @@ class WorkerProcess:
       self._close_pipes()
       raise
     finally:
+      signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
       for descriptor in ends:
         os.close(descriptor)
     os.set_blocking(self._requests, False)

@@ -88,6 +88,27 @@ def starts_a_child(_):
                           ).pid
 
 
+def terminates_a_child(in_python):
+  """Returns the status of a process that was asked to end."""
+  if in_python:
+    child = os.fork()
+    if not child:
+      time.sleep(600)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGTERM)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+  child = subprocess.Popen(["sleep", "600"])
+  child.terminate()
+  return child.wait()
+
+
+def is_signaled(number):
+  """Gets a signal in the middle of a call, and sleeps on."""
+  os.kill(os.getpid(), number)
+  time.sleep(0.02)
+  return int(number)
+
+
 def forks_and_exits(_):
   """The fork holds all pipes open."""
   if os.fork():

@@ -9,6 +9,7 @@ from absl.testing import absltest, parameterized
 from rollplex_jax.data.pipeline import input_pipeline
 from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.data.rows import RowList
+from rollplex_jax.errors import InputError
 
 _ROWS = RowList([{"prompt": f"row {i}"} for i in range(10)])
 
@@ -109,6 +110,24 @@ class PipelineTest(parameterized.TestCase):
     dataset = input_pipeline(_ROWS, _process, batch_size=12)
     self.assertEqual(_indices(_take(iter(dataset), 1)),
                      [[*range(10), 0, 1]])
+
+  @parameterized.parameters(0, 2)
+  def test_rows_that_are_all_bad_end(self, num_threads):
+    def process(row, where):
+      if row["prompt"] != "row 3":
+        raise RowError(where, "bad", "found something")
+      return row
+
+    def batches(rows):
+      return iter(input_pipeline(
+          rows, process, batch_size=2, max_bad_rows=20, num_threads=num_threads,
+          on_bad_row=lambda error: None))
+
+    good = batches(_ROWS)
+    self.assertEqual(_indices(_take(good, 5)), [[3, 3]] * 5)
+    with self.assertRaisesRegex(
+        InputError, "20 rows in a row can't be used; .*found something"):
+      next(batches(RowList([{"prompt": "no"}] * 3)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from concurrent import futures
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
+from rollplex_jax.data.worker import SIGNALS
 from rollplex_jax.data.workers import Failure, Limits, WorkerPool
 from tests.data import misbehavior
 
@@ -172,6 +174,30 @@ class WorkerPoolTest(parameterized.TestCase):
     run.wait()
     run.stdout.close()
     self.assertTrue(all(map(_ends, processes)))
+
+  def test_signals_to_all_processes_cost_no_call(self):
+    """Of a job that is to end; also to a worker that only just starts."""
+    popen, started = subprocess.Popen, []
+
+    def start(*args, **kwargs):
+      started.append(popen(*args, **kwargs))
+      for number in SIGNALS:
+        started[-1].send_signal(number)
+      return started[-1]
+
+    pool = _pool(num_workers=1)
+    with mock.patch.object(subprocess, "Popen", start):
+      found = pool.run([("is_signaled", number) for number in SIGNALS])
+    self.assertEqual(found, [int(number) for number in SIGNALS])
+    self.assertLen(started, 1)
+    self.assertIn(signal.SIGTERM, SIGNALS)
+    self.assertFalse(set(SIGNALS) & signal.pthread_sigmask(
+      signal.SIG_BLOCK, ()))
+
+  def test_what_a_worker_starts_heeds_signals(self):
+    self.assertEqual(
+      _pool().run([("terminates_a_child", False), ("terminates_a_child", True)]),
+      [-signal.SIGTERM] * 2)
 
   def test_starting_can_fail_in_every_way(self):
     for serve, arguments, kind in (
