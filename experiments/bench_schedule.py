@@ -191,7 +191,7 @@ def _tokens(name: str, args, workload: Workload) -> dict[str, int]:
   if name == "prefix_backward":
     return {name: size(args[4].token_ids)}
   if name in ("decode", "decode_window"):
-    made = {"decode": size(args[-1] if name == "decode" else args[9])
+    made = {"decode": size(args[5] if name == "decode" else args[9])
             * workload.response}
     if name == "decode_window":
       made["prefix"] = size(args[5].token_ids)
@@ -213,7 +213,7 @@ def _loop_flops(name: str, args, workload: Workload) -> float:
   A unit is counted at its longest keys, more than the earlier ones read.
   """
   if name == "decode":
-    params, config, sampling, prompts, kv, keys = args
+    params, config, sampling, prompts, kv, keys, _ = args
     text = params["text"]
   else:
     (text, reference, config, sampling, window, prompts, kv, _, features, keys,

@@ -72,9 +72,9 @@ class AttentionOnGpuTest(parameterized.TestCase):
     a = Arguments(_CONFIG, shape, _B, _P)
     by_token = a.array(_B, _G, _R)
     program = gpu_program.compile_for_gpu(
-        programs.gradient_suffix, {"text": a.text()}, {}, a.text(jnp.float32),
-        a.kv(jnp.float32), None, _CONFIG, ObjectiveConfig(beta=0.1),
-        a.prompts(), a.kv(), None, GroupResponses(
+        programs.gradient_suffix, {"text": a.text()}, {},
+        {"text": a.text(jnp.float32)}, a.kv(jnp.float32), None, _CONFIG,
+        ObjectiveConfig(beta=0.1), a.prompts(), a.kv(), None, GroupResponses(
             token_ids=a.array(_B, _G, _R, dtype=jnp.int32),
             lengths=a.array(_B, _G, dtype=jnp.int32)),
         a.array(_B, _G), None, by_token,

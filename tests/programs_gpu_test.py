@@ -115,7 +115,7 @@ class ProgramsOnGpuTest(parameterized.TestCase):
   @parameterized.parameters(False, True)
   def test_gradient_suffix_adds_in_place(self, remat):
     kv, _ = _forward(SavePolicy.NOTHING)
-    grads = _on_gpu(_text(), jnp.float32)
+    grads = {"text": _on_gpu(_text(), jnp.float32)}
     kv_grads = _on_gpu(kv, jnp.float32)
     rows = _array(_MICRO, dtype=jnp.int32)
     by_token = _array(_MICRO, _G, _R)

@@ -274,9 +274,9 @@ class Programs:
     whole = self.kv(self._b, self.training)
     return programs.gradient_suffix, (
         {"text": self.weights["text"]}, {"visual": self.weights.get("visual")},
-        self.grads["text"], self.kv_grads(), None, self.config, self.objective,
-        self.prompts(self._block[0]), whole, self._rows(), self._responses(),
-        *self._targets(self._block), _TEMPERATURE, *_REMAT_ENTROPY,
+        {"text": self.grads["text"]}, self.kv_grads(), None, self.config,
+        self.objective, self.prompts(self._block[0]), whole, self._rows(),
+        self._responses(), *self._targets(self._block), _TEMPERATURE, *_REMAT_ENTROPY,
     ), dict(place=self.training)
 
   def _gradient_full(self):
