@@ -16,12 +16,10 @@ from typing import Any
 from absl import app, flags
 from absl import logging as absl_logging
 import jax
-from ml_collections import config_flags
 import tqdm
 
 from experiments import processes
 from rollplex_jax import config_keys
-from rollplex_jax.config import to_config_dict
 from rollplex_jax.errors import InputError
 from rollplex_jax.metrics import write_json
 from rollplex_jax.placement.residency import BudgetError
@@ -169,18 +167,15 @@ def _enable_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
 
 
-def define_config(config: Any) -> flags.FlagHolder:
-  """Flags such as --config.seed for the keys of a config dataclass.
+def check_config_keys(config: type) -> None:
+  """Ends the program where a --config flag names no key of a config dataclass.
 
-  Args:
-    config: its defaults.
+  To be called before `config_flags.DEFINE_config_dict`, which looks the keys of
+  the command line up at once.
   """
-  # The library looks the keys of the command line up as soon as it is called.
-  unknown = _unknown_key(sys.argv, type(config))
+  unknown = _unknown_key(sys.argv, config)
   if unknown:
     fail(unknown)
-  return config_flags.DEFINE_config_dict(
-      "config", to_config_dict(config), "The run's configuration.")
 
 
 def _config_keys(argv: list[str]) -> list[str]:

@@ -57,7 +57,9 @@ from rollplex_jax.trainer import Trainer
 
 _TOKENIZER_EPISODES = 300
 
-_CONFIG = common.define_config(QuickstartConfig())
+common.check_config_keys(QuickstartConfig)
+_CONFIG = config_flags.DEFINE_config_dict(
+    "config", to_config_dict(QuickstartConfig()), "The run's configuration.")
 _OUTPUT = flags.DEFINE_string(
     "output_dir", "runs/quickstart", "Folder for the run's files.")
 _OVERWRITE = flags.DEFINE_bool(

@@ -74,6 +74,7 @@ _NOT_RUN = {
                                        "runs two and four on one",
     "bazel": "builds; continuous integration runs it",
     "head": "prints what another command wrote",
+    "python -m experiments.export --output_dir=RUN": "runs_test.py exports a run",
     "python -m experiments.kill_runs": "takes minutes; has a test of its own",
 }
 # Pages whose commands are minutes to hours of measurements each.

@@ -97,7 +97,7 @@ class ResidentTest(parameterized.TestCase):
 
   def check_budget(self, **kwargs):
     free, expected = self.run_steps(self.config(**kwargs))
-    peak = free._residency.summary()["peak_bytes"]
+    peak = free.residency.summary()["peak_bytes"]
     trainer, got = self.run_steps(self.config(
         **kwargs, residency=ResidencyConfig(
             budget_gb=0.8 * peak / 1e9, check=True)))

@@ -68,7 +68,7 @@ class ConfigTest(parameterized.TestCase):
     err = io.StringIO()
     with (mock.patch.object(sys, "argv", ["quickstart", flag]),
           contextlib.redirect_stderr(err), self.assertRaises(SystemExit) as end):
-      common.define_config(TrainConfig())
+      common.check_config_keys(TrainConfig)
     self.assertEqual((end.exception.code, err.getvalue()),
                      (1, f"error: {message}\n"))
 

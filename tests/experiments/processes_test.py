@@ -31,9 +31,10 @@ import time
 def reward(completion, row):
   return float(len(completion) % 3)
 
-def breaks(completion, row):
-  if "--process_id=1" in open("/proc/self/cmdline").read().split(chr(0)):
-    raise ValueError("no such judge")
+def removes(completion, row):
+  picture = os.path.join(os.path.dirname(__file__), "own", "gone.png")
+  if os.path.exists(picture):
+    os.remove(picture)
   return 1.0
 
 def slow(completion, row):
@@ -149,10 +150,19 @@ class ProcessesTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_a_failure_ends_all_with_its_reason(self):
-    results = self.finish(self.start(2, reward="breaks"))
+    """A picture that is gone when its row is read again."""
+    own = self.folder / "own"
+    own.mkdir()
+    picture = tiny_checkpoint.image("gone.png")
+    tiny_checkpoint.write_image(own / "gone.png", 56, 56, 3)
+    rows = tiny_checkpoint.write_rows(own / "rows.jsonl", [
+        {"prompt": tiny_checkpoint.message(picture, text)}
+        for text in ("left", "right", "up", "down")])
+    results = self.finish(self.start(
+        2, f"data.rows={rows}", "total_steps=100", reward="removes"))
     for status, _, errors in results:
       self.assertEqual(status, 1, errors)
-      self.assertRegex(errors, "error: process 1: .*no such judge")
+      self.assertRegex(errors, "error: process [01]: .*gone.png")
 
   @parameterized.parameters(0, 1)
   @pytest.mark.slow
