@@ -28,12 +28,17 @@ from rollplex_jax.errors import InputError
 _FILE = "skipped_updates.jsonl"
 
 
+# So many steps a bound has to hold until leaving it is worth another line: a
+# metric may swing about its bound.
+CALM_STEPS = 10
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HealthConfig:
   """When a run warns, and when it stops by itself.
 
   A metric beyond its bound, or one that is no number, is warned of in one line:
-  once, and again only after it was within its bound. 0 switches a bound off.
+  once, and again only after `CALM_STEPS` within its bound. 0 switches it off.
 
   Attributes:
     max_skipped_updates: so many updates skipped one after the other, for loss
@@ -150,21 +155,22 @@ class Health:
     self.skipped = 0
     self._config = config
     self._logs = logs
-    self._beyond: set[str] = set()
+    # Bounds that were left, and for how many steps they have held again.
+    self._beyond: dict[str, int] = {}
     self._in_a_row = 0
     self._error: str | None = None
 
   def get_state(self) -> dict[str, Any]:
     """What a run that goes on has to know, as plain data."""
     return {"skipped": self.skipped, "in_a_row": self._in_a_row,
-            "beyond": sorted(self._beyond)}
+            "beyond": dict(sorted(self._beyond.items()))}
 
   def set_state(self, state: Mapping[str, Any]) -> None:
     """Goes on from `get_state`'s result."""
     self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
     if 0 < self._config.max_skipped_updates <= self._in_a_row:
       self._in_a_row = 0  # They ended the run; whoever goes on tries anew.
-    self._beyond = set(state["beyond"])
+    self._beyond = dict(state["beyond"])
 
   def watch(self, step: int, values: Mapping[str, float]) -> None:
     """Warns of metrics that have left their bounds.
@@ -182,10 +188,13 @@ class Health:
         continue  # What was wrong with it is diagnosed, and told.
       value = values[bound.metric]
       if bound.allows(value, limit):
-        self._beyond.discard(bound.key)
-      elif bound.key not in self._beyond:
-        self._beyond.add(bound.key)
-        if self._logs:
+        calm = self._beyond.pop(bound.key, CALM_STEPS) + 1
+        if calm < CALM_STEPS:
+          self._beyond[bound.key] = calm
+      else:
+        known = bound.key in self._beyond
+        self._beyond[bound.key] = 0
+        if self._logs and not known:
           logging.warning(
               "step %d: %s is %.3g, health.%s is %g: %s", step, bound.metric,
               value, bound.key, limit, bound.meaning)

@@ -56,7 +56,7 @@ class WatchTest(parameterized.TestCase):
   def test_warns_once_until_it_is_healthy_again(self, name, value, told):
     with self.assertNoLogs("absl", "WARNING"):
       self.health.watch(1, HEALTHY)
-    for first in (2, 5):
+    for first in (2, 30):
       with self.assertLogs("absl", "WARNING") as logged:
         self.health.watch(first, HEALTHY | {name: value})
       (line,) = logged.output
@@ -66,7 +66,11 @@ class WatchTest(parameterized.TestCase):
         self.health.watch(first + 1, HEALTHY | {name: value})
         self.health.watch(first + 1, {})  # Not measured: nothing is known.
         self.health.watch(first + 1, HEALTHY | {name: value})
-        self.health.watch(first + 2, HEALTHY)
+        # It swings about its bound.
+        for step in range(first + 2, first + 20):
+          swings = step < first + 10 and step % 2
+          self.health.watch(
+              step, HEALTHY | ({name: value} if swings else {}))
 
   def test_both_entropy_bounds_see_what_is_no_number(self):
     with self.assertLogs("absl", "WARNING") as logged:
@@ -90,7 +94,7 @@ class CountTest(parameterized.TestCase):
   @parameterized.parameters((1, False), (2, True))
   def test_counts_anew_after_it_ended_the_run(self, before, goes_on):
     health = Health(HealthConfig(max_skipped_updates=2))
-    health.set_state({"skipped": 5, "in_a_row": before, "beyond": []})
+    health.set_state({"skipped": 5, "in_a_row": before, "beyond": {}})
     found = health.after_update(
         9, 1, {"actor/update_skipped": 1.0, "actor/grad_norm": np.nan}, 0.0,
         lambda passes: {"reason": "it is so", "hint": "look"})
