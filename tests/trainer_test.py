@@ -55,8 +55,10 @@ class TrainerTest(parameterized.TestCase):
     _, saved = hf.load_checkpoint(out / "policy")
     for a, b in zip(jax.tree.leaves(saved), jax.tree.leaves(trainer.params)):
       np.testing.assert_array_equal(a, b)
-    with self.assertRaisesRegex(InputError, "already holds a run"):
-      Run(trainer, out)
+    # Another run does not go on there.
+    other = Trainer(dataclasses.replace(config, seed=1), task=VowelTask())
+    with self.assertRaisesRegex(InputError, "seed"):
+      Run(other, out)
 
   @parameterized.parameters(True, False)
   def test_same_numbers_in_rollout_and_training(self, freeze):
