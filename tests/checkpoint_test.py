@@ -198,7 +198,7 @@ class CheckpointTest(parameterized.TestCase):
       return rename(path, target)
 
     with mock.patch.object(pathlib.Path, "rename", refuse):
-      with self.assertLogs(level="WARNING") as logs:
+      with self.assertLogs("absl", level="WARNING") as logs:
         self.checkpoints.prune(1)
     self.assertIn("000001: can't be removed: Permission denied",
                   "".join(logs.output))
@@ -235,7 +235,7 @@ class SaverTest(absltest.TestCase):
     self.assertTrue(saver.is_due(record))
     self.assertEqual(saver.checkpoints.steps(), [1, 2])
     with mock.patch.object(shutil, "disk_usage", side_effect=_FULL):
-      with self.assertLogs(level="WARNING"):
+      with self.assertLogs("absl", level="WARNING"):
         self.assertFalse(saver.save(wait=True))
     self.reach(saver, 4, {1: 0.5, 3: 0.7})
     saver.save(wait=True)  # That of step 3 is not there, nor will be.
@@ -273,7 +273,7 @@ class SaverTest(absltest.TestCase):
 
         self.reach(saver, step + 1, {})
         with mock.patch.object(writer, "wait_until_finished", fail_once):
-          with self.assertLogs(level="WARNING") as logs:
+          with self.assertLogs("absl", level="WARNING") as logs:
             self.assertTrue(saver.save(wait=True) if last == "save"
                             else saver.save_beside(time.monotonic()))
         self.assertIn(f"00000{step}: can't be written: No space left on device;"

@@ -402,7 +402,7 @@ class FullDiskTest(_Case):
     run = Run(Trainer(config, task=tiny_task.VowelTask(
         with_media=False, count=8)), self.folder / "resumed",
               tensorboard=False, on_step=on_step)
-    with self.assertLogs(level="WARNING") as logs:
+    with self.assertLogs("absl", level="WARNING") as logs:
       run.train()
     self.assertIn("000002: can't be written: File too large; the run goes on",
                   "".join(logs.output))
