@@ -23,15 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import (
-    common,
-    compressed_weights,
-    evaluate_reward,
-    texts,
+  common,
+  compressed_weights,
+  evaluate_reward,
+  texts,
 )
 from legolm_jax import accounting, benchmarks, checkpoint, evaluate
 from rollplex_jax import programs
-from rollplex_jax.config import DataConfig
 from rollplex_jax.data.processor import Processor
+from rollplex_jax.data.settings import DataConfig
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import hf, hub
 from rollplex_jax.models.config import ModelConfig

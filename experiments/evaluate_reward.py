@@ -12,10 +12,11 @@ import ml_collections
 
 from legolm_jax.evaluate import mean_and_error
 from rollplex_jax import inference
-from rollplex_jax.config import DataConfig, EnvironmentConfig, from_config_dict
+from rollplex_jax.config import from_config_dict
 from rollplex_jax.data import fallbacks
 from rollplex_jax.data.reward_workers import RewardWorkers
 from rollplex_jax.data.rows import RowFile
+from rollplex_jax.data.settings import DataConfig, EnvironmentConfig
 from rollplex_jax.data.workers import Limits
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation, evaluate

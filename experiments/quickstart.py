@@ -30,23 +30,23 @@ import jax
 from ml_collections import config_flags
 
 from experiments import (
-    common,
-    quickstart_compression,
-    quickstart_report,
-    quickstart_schedules,
-    schedule_report,
+  common,
+  quickstart_compression,
+  quickstart_report,
+  quickstart_schedules,
+  schedule_report,
 )
 from experiments.display import TrainDisplay
 from experiments.quickstart_config import QuickstartConfig, step_by_step
 from rollplex_jax import metrics as metrics_lib
 from rollplex_jax import small_policy
 from rollplex_jax.config import (
-    EnvironmentConfig,
-    TrainConfig,
-    from_config_dict,
-    to_config_dict,
+  TrainConfig,
+  from_config_dict,
+  to_config_dict,
 )
 from rollplex_jax.data.environments import PlanTask, Split
+from rollplex_jax.data.settings import EnvironmentConfig
 from rollplex_jax.data.worlds import World
 from rollplex_jax.errors import InputError
 from rollplex_jax.evaluation import Evaluation

@@ -7,11 +7,11 @@ import dataclasses
 from rollplex_jax.config import (
     Algorithm,
     CheckpointConfig,
-    EnvironmentConfig,
     PolicyConfig,
     RolloutConfig,
     TrainConfig,
 )
+from rollplex_jax.data.settings import EnvironmentConfig
 from rollplex_jax.errors import InputError
 from rollplex_jax.small_policy import ShapeConfig
 from rollplex_jax.stages.objectives import ObjectiveConfig

@@ -10,9 +10,9 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from experiments import quickstart_compression, quickstart_schedules
-from rollplex_jax.config import EnvironmentConfig
 from rollplex_jax.data.babyai import MiniGridEnvironment
 from rollplex_jax.data.environments import Episode, play
+from rollplex_jax.data.settings import EnvironmentConfig
 
 _VIEW = 288  # Pixels of a drawn room's side; whole tiles in most levels.
 _STEP_MS, _HOLD_MS = 450, 1400

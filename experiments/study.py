@@ -28,17 +28,17 @@ from legolm_jax import rules as rules_lib
 from legolm_jax.baselines import Reconstruction
 from legolm_jax.codebook import Fit
 from legolm_jax.compress import (
-    PUBLISHED,
-    CompressionConfig,
-    Compressor,
-    RowScale,
-    Scope,
+  PUBLISHED,
+  CompressionConfig,
+  Compressor,
+  RowScale,
+  Scope,
 )
 from legolm_jax.errors import InputError as LegoInputError
 from legolm_jax.rules import Rules
 from legolm_jax.safetensors_files import CheckpointFolder
-from rollplex_jax.config import EnvironmentConfig
 from rollplex_jax.data.processor import Processor
+from rollplex_jax.data.settings import EnvironmentConfig
 from rollplex_jax.errors import InputError
 from rollplex_jax.models import architectures, hf, hub, tensor_files
 

@@ -20,15 +20,7 @@ import ml_collections
 from ml_collections import config_dict
 
 from rollplex_jax import config_keys
-from rollplex_jax.data.settings import (
-  DataConfig as DataConfig,
-)
-from rollplex_jax.data.settings import (
-  EnvironmentConfig as EnvironmentConfig,
-)
-from rollplex_jax.data.settings import (
-  check_least as _check_least,
-)
+from rollplex_jax.data.settings import DataConfig, check_least
 from rollplex_jax.errors import InputError
 from rollplex_jax.health import HealthConfig
 from rollplex_jax.placement.mesh import MeshConfig
@@ -100,8 +92,8 @@ class RolloutConfig:
   max_episode_length: int = 0
 
   def __post_init__(self):
-    _check_least(self, 1, "num_generations", "max_completion_length")
-    _check_least(self, 0, "top_k", "max_episode_length")
+    check_least(self, 1, "num_generations", "max_completion_length")
+    check_least(self, 0, "top_k", "max_episode_length")
     if 0 < self.max_episode_length < self.max_completion_length:
       raise InputError(
           f"max_episode_length={self.max_episode_length}: expected at least "
@@ -140,8 +132,8 @@ class CheckpointConfig:
   exit_seconds: float = 30.0
 
   def __post_init__(self):
-    _check_least(self, 0, "every", "every_minutes", "keep_best")
-    _check_least(self, 1, "keep", "exit_seconds")
+    check_least(self, 0, "every", "every_minutes", "keep_best")
+    check_least(self, 1, "keep", "exit_seconds")
 
   @property
   def enabled(self) -> bool:
@@ -223,9 +215,9 @@ class TrainConfig:
       raise InputError(
           f"algorithm={self.algorithm!r}: expected {' or '.join(Algorithm)}")
     object.__setattr__(self, "algorithm", Algorithm(self.algorithm))
-    _check_least(self, 1, "train_batch_size", "num_iterations", "total_steps",
+    check_least(self, 1, "train_batch_size", "num_iterations", "total_steps",
                  "eval_batch_size")
-    _check_least(self, 0, "gen_batch_size", "mini_batch_size",
+    check_least(self, 0, "gen_batch_size", "mini_batch_size",
                  "micro_batch_size", "eval_every", "timeline_every",
                  "max_seconds")
     if not 0 <= self.stop_at_success <= 1:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
 from typing import Any, Protocol
 
-from rollplex_jax.config import DataConfig
 from rollplex_jax.data.environments import Split
 from rollplex_jax.data.episode_rows import EpisodeRows, LevelRows
 from rollplex_jax.data.episode_workers import EpisodeWorkers, failed_episodes
@@ -20,6 +19,7 @@ from rollplex_jax.data.processor import Processor
 from rollplex_jax.data.reward_workers import RewardWorkers
 from rollplex_jax.data.row_schema import RowError
 from rollplex_jax.data.rows import RowFile, select_rows
+from rollplex_jax.data.settings import DataConfig
 from rollplex_jax.data.workers import Failure, Limits, default_num_workers
 from rollplex_jax.data.worlds import World
 from rollplex_jax.errors import InputError

@@ -8,14 +8,13 @@ import ml_collections
 
 from rollplex_jax.config import (
     Algorithm,
-    DataConfig,
-    EnvironmentConfig,
     PolicyConfig,
     RolloutConfig,
     TrainConfig,
     from_config_dict,
     to_config_dict,
 )
+from rollplex_jax.data.settings import DataConfig, EnvironmentConfig
 from rollplex_jax.errors import InputError
 from rollplex_jax.stages.objectives import (
     AdvantageEstimator,

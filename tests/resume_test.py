@@ -19,11 +19,8 @@ import numpy as np
 import pytest
 
 from rollplex_jax import metrics, resume, supervised
-from rollplex_jax.config import (
-  CheckpointConfig,
-  DataConfig,
-  EnvironmentConfig,
-)
+from rollplex_jax.config import CheckpointConfig
+from rollplex_jax.data.settings import DataConfig, EnvironmentConfig
 from rollplex_jax.errors import InputError
 from rollplex_jax.full_passes import supervised_gradient
 from rollplex_jax.interrupts import Interrupts, Stopped

@@ -7,9 +7,9 @@ import textwrap
 
 from absl.testing import absltest
 
-from rollplex_jax.config import DataConfig, EnvironmentConfig
 from rollplex_jax.data import fallbacks
 from rollplex_jax.data.reward_workers import RewardWorkers
+from rollplex_jax.data.settings import DataConfig, EnvironmentConfig
 from rollplex_jax.data.workers import Limits
 from rollplex_jax.errors import InputError
 from rollplex_jax.tasks import EpisodesTask

@@ -146,6 +146,13 @@ def rope(config: TextConfig, positions: jax.Array) -> Rope:
   return jnp.cos(angles), jnp.sin(angles)
 
 
+def sample_rope(config: TextConfig, positions: jax.Array) -> Rope:
+  """`rope` [B, G, S, h] where every sample has positions int32 [B, G, S, 3]."""
+  b, g, s, _ = positions.shape
+  angles = rope(config, jnp.moveaxis(positions, -1, 0).reshape(3, b, g * s))
+  return tuple(a.reshape(b, g, s, -1) for a in angles)
+
+
 def project_qkv(w: Params, config: TextConfig, x: jax.Array, angles: Rope,
                 num_queries: int | None = None):
   """Normed and rotated q [B,T,H,h], k [B,T,K,h] and v [B,T,K,h] of a layer.

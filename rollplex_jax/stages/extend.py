@@ -67,9 +67,7 @@ def extend(text: Params, config: TextConfig, chunk: Chunk, features,
   """
   b, g, c = chunk.token_ids.shape
   x = decoder.embed(text, chunk.token_ids, features, chunk.feature_index)
-  angles = decoder.rope(
-      config, jnp.moveaxis(chunk.positions, -1, 0).reshape(3, b, g * c))
-  angles = tuple(a.reshape(b, g, c, -1) for a in angles)
+  angles = decoder.sample_rope(config, chunk.positions)
   out = []
   for w, prefix, (keys, values) in zip(
       text["layers"], prefix_kv, history, strict=True):

@@ -71,15 +71,8 @@ def _embed(params: Params, config: ModelConfig, prompts: PromptInputs,
     return decoder.embed(text, token_ids), angles, responses.lengths
   features = vlm.vision_features(params, config, observed)
   x = decoder.embed(text, suffix.token_ids, features, suffix.feature_index)
-  return x, suffix_angles(config.text, suffix.positions), suffix.lengths
-
-
-def suffix_angles(config: TextConfig, positions: jax.Array) -> decoder.Rope:
-  """Angles [B, G, S, h] of positions int32 [B, G, S, 3]."""
-  b, g, s, _ = positions.shape
-  angles = decoder.rope(
-      config, jnp.moveaxis(positions, -1, 0).reshape(3, b, g * s))
-  return tuple(a.reshape(b, g, s, -1) for a in angles)
+  return x, decoder.sample_rope(
+      config.text, suffix.positions), suffix.lengths
 
 
 def response_logprobs(

@@ -6,10 +6,10 @@ import time
 from absl.testing import absltest, parameterized
 import numpy as np
 
-from rollplex_jax.config import DataConfig, EnvironmentConfig
 from rollplex_jax.data import fallbacks
 from rollplex_jax.data.environments import Split
 from rollplex_jax.data.processor import Processor
+from rollplex_jax.data.settings import DataConfig, EnvironmentConfig
 from rollplex_jax.errors import InputError
 from rollplex_jax.tasks import EpisodesTask
 from tests.helpers import tiny_tokenizer

@@ -5,9 +5,9 @@ import pickle
 from absl.testing import absltest, parameterized
 import numpy as np
 
-from rollplex_jax.config import DataConfig, EnvironmentConfig
 from rollplex_jax.data import babyai, environments, episodes, fallbacks
 from rollplex_jax.data.episode_workers import EpisodeWorkers, failed_episodes
+from rollplex_jax.data.settings import DataConfig, EnvironmentConfig
 from rollplex_jax.data.workers import Limits
 from rollplex_jax.data.worlds import World
 from rollplex_jax.errors import InputError

@@ -15,8 +15,8 @@ from experiments.study_subjects import Episodes, spread
 from legolm_jax import baselines
 from legolm_jax.safetensors_files import CheckpointFolder
 from rollplex_jax import inference
-from rollplex_jax.config import EnvironmentConfig
 from rollplex_jax.data.processor import Processor
+from rollplex_jax.data.settings import EnvironmentConfig
 from rollplex_jax.models import hf
 from rollplex_jax.stages.sampling import SamplingConfig
 from rollplex_jax.tasks import make_task
