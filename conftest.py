@@ -4,6 +4,13 @@ import importlib.util
 import os
 import pathlib
 
+# Most of the time goes into compiling: keep what was compiled for the next run,
+# and for the processes that tests start. Read when jax is imported.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(pathlib.Path(__file__).parent / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
 import jax
 import pytest
 
@@ -13,14 +20,6 @@ devices.use_virtual_devices()
 
 # No silent change of type in what the tests run.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-
-# Most of the time goes into compiling: keep what was compiled for the next run.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-  jax.config.update(
-      "jax_compilation_cache_dir",
-      str(pathlib.Path(__file__).parent / ".cache" / "jax"))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
 
 # Linux allows a process 65,530 memory maps, and each compiled program takes
 # dozens: a process that runs all tests would reach that, and crash.

@@ -35,6 +35,8 @@ _CACHE = flags.DEFINE_string(
                  or os.path.expanduser("~/.cache"), "rollplex", "xla"),
     "Folder where compiled programs are kept between runs; empty for none.")
 _CACHE_BYTES = 4 << 30
+# Small policies have dozens of programs that each take less than jax's second.
+_CACHE_SECONDS = 0.1
 # What NVIDIA's driver makes, the last under Windows.
 _GPU_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
@@ -165,6 +167,8 @@ def _enable_compilation_cache() -> None:
   if _CACHE.value and not jax.config.jax_compilation_cache_dir:
     jax.config.update("jax_compilation_cache_dir", _CACHE.value)
     jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
+    jax.config.update(
+        "jax_persistent_cache_min_compile_time_secs", _CACHE_SECONDS)
 
 
 def check_config_keys(config: type) -> None:

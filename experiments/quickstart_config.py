@@ -92,5 +92,5 @@ def step_by_step() -> QuickstartConfig:
               num_generations=8, max_completion_length=2),
           optimizer=dataclasses.replace(
               plans.rl.optimizer, learning_rate=5e-4),
-          train_batch_size=8, gen_batch_size=12, total_steps=120,
-          eval_every=20))
+          train_batch_size=8, gen_batch_size=12, total_steps=100,
+          eval_every=25))

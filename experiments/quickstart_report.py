@@ -162,16 +162,26 @@ def describe(summary: Mapping[str, Any], output: pathlib.Path) -> str:
     count = summary["actions_per_turn"]
     how = f"in up to {summary['max_turns']} turns of " + (
         "an action" if count == 1 else f"{count} actions")
+  labels = {
+      f"after the warm start on {summary['demonstrations']:,} demonstrations":
+          "success_before",
+      f"after {summary['steps']} steps of RL": "success_after",
+      "the same time on more supervised learning": "success_supervised_only",
+      "RL's policy with black frames": "success_blind",
+      "RL's policy with another instruction": "success_other_words"}
+  width = max(map(len, labels))
+  rates = "\n".join(
+      f"  {label:<{width}}   {rate(name)}" for label, name in labels.items())
+  # The other kind of agent, and a harder level for one of this kind.
+  flag, other = " --step_by_step", "--output_dir=runs/plans"
+  if summary["max_turns"] == 1:
+    flag, other = "", "--step_by_step --output_dir=runs/steps"
   return f"""
 A policy of {summary['num_parameters'] / 1e6:.1f} M parameters learned to act in a world
 it sees: {summary['level']}, {how}.
 Success on {summary['eval_episodes']} held-out episodes (95 % interval):
 
-  after the warm start on {summary['demonstrations']:>6,} demonstrations   {rate('success_before')}
-  after {summary['steps']:>4} steps of RL                     {rate('success_after')}
-  the same time on more supervised learning   {rate('success_supervised_only')}
-  RL's policy with black frames               {rate('success_blind')}
-  RL's policy with another instruction        {rate('success_other_words')}
+{rates}
 
 RL: {gain:+.0f} points in {rl:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s ({share});
 compiling {summary['compilations']} programs took {summary['compile_seconds']:.0f} s of it.
@@ -189,7 +199,7 @@ In {output}:
   compressed_policy/                    the same in fewer bytes
 Next:
   tensorboard --logdir {output}
-  python -m experiments.quickstart --config.environment.level=BabyAI-GoToLocalS6N3-v0 \\
-    --output_dir=runs/harder
+  python -m experiments.quickstart {other}
+  python -m experiments.quickstart{flag} \\
+    --config.environment.level=BabyAI-GoToLocalS6N3-v0 --output_dir=runs/harder
   python -m experiments.train --config=experiments/configs/grpo.py   your model and rows"""
-

@@ -37,15 +37,21 @@ _PASSES = {4: (3, 4, 8), 8: (5, 8, 16)}
 
 
 def _combinations():
-  """Every schedule with every choice that it has."""
-  for group, micros in _PASSES.items():
-    for micro, trained in itertools.product(micros, (_FROZEN, _TRAINED)):
-      yield dict(group=group, micro=micro, trained=trained, **_UNSHARED)
-      for schedule, save in itertools.product(
-          (_SHARED, _ROLLOUT, _WINDOW), _SAVES):
-        if (schedule, save) != (_WINDOW, "activations"):
-          yield dict(group=group, micro=micro, trained=trained, save=save,
-                     **schedule)
+  """For every schedule, every pair of its other choices.
+
+  Half of all combinations of group and pass, weights that learn, and what is
+  saved: any two of these occur in all ways.
+  """
+  passes = [(group, micro) for group, micros in _PASSES.items()
+            for micro in micros]
+  for (i, (group, micro)), (j, trained) in itertools.product(
+      enumerate(passes), enumerate((_FROZEN, _TRAINED))):
+    yield dict(group=group, micro=micro, trained=trained, **_UNSHARED)
+    for schedule, (k, save) in itertools.product(
+        (_SHARED, _ROLLOUT, _WINDOW), enumerate(_SAVES)):
+      if (i + j + k) % 2 == 0 and (schedule, save) != (_WINDOW, "activations"):
+        yield dict(group=group, micro=micro, trained=trained, save=save,
+                   **schedule)
 
 
 class GradientsTest(parameterized.TestCase):
@@ -112,7 +118,7 @@ class GradientsTest(parameterized.TestCase):
 
   @parameterized.parameters(*_combinations())
   @pytest.mark.slow
-  def test_every_combination_equals_monolithic(self, **kwargs):
+  def test_every_pair_of_choices_equals_monolithic(self, **kwargs):
     self.check(**kwargs)
 
 

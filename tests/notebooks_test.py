@@ -5,7 +5,6 @@ no Jupyter: a notebook has no magics, which this file checks too.
 """
 
 import ast
-import os
 import pathlib
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import tempfile
 from absl.testing import absltest, parameterized
 import pytest
 
+from tests.experiments import commands
 from tests.helpers import notebooks
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -57,10 +57,7 @@ class NotebooksTest(parameterized.TestCase):
   @pytest.mark.slow
   def test_runs(self, name):
     with tempfile.TemporaryDirectory() as folder:
-      environment = {**os.environ, "PYTHONPATH": str(_ROOT),
-                     "JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg"}
-      environment.setdefault(
-          "JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".cache" / "jax"))
+      environment = commands.process_environment(MPLBACKEND="agg")
       done = subprocess.run(
           [sys.executable, "-m", "tests.helpers.notebooks",
            str(_PATHS[name])], cwd=folder, env=environment, text=True,

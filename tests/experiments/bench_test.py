@@ -17,6 +17,11 @@ from experiments import (
 from experiments.schedule_workload import CONFIG, Workload, make_models
 from rollplex_jax.models.config import TextConfig
 
+# The bench's model, but for most of its layers.
+_SMALL = dataclasses.replace(
+    CONFIG, text=dataclasses.replace(CONFIG.text, num_hidden_layers=2),
+    vision=dataclasses.replace(
+        CONFIG.vision, depth=2, fullatt_block_indexes=(1,)))
 _TINY = TextConfig(
     vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
@@ -94,7 +99,7 @@ class BenchScheduleTest(absltest.TestCase):
   def test_rows_of_each_schedule(self):
     workload = Workload(frames=1, group=3, text=10, response=4)
     rows, timelines = bench_schedule._compare(
-        CONFIG, workload, make_models(CONFIG),
+        _SMALL, workload, make_models(_SMALL),
         ("serial_unshared", "serial_shared", "rollplex"), rounds=1)
     json.dumps(rows)
     self.assertEqual([t.name for t in timelines], list(rows))
@@ -121,7 +126,7 @@ class BenchScheduleTest(absltest.TestCase):
   @pytest.mark.slow
   def test_two_processes(self):
     workload = Workload(prompts=2, frames=1, group=2, text=10, response=4)
-    rows = bench_disaggregated.run(CONFIG, workload, rounds=1)
+    rows = bench_disaggregated.run(_SMALL, workload, rounds=1)
     self.assertLen(rows, 3)
     for name, row in rows.items():
       self.assertLess(row["gradient_error"], 1e-5, msg=name)
@@ -131,7 +136,7 @@ class BenchScheduleTest(absltest.TestCase):
   def test_a_process_that_fails_is_named(self):
     workload = Workload(prompts=2, frames=1, columns=3)  # Not a whole token.
     with self.assertRaisesRegex(RuntimeError, "process [01]: "):
-      bench_disaggregated.run(CONFIG, workload, rounds=1)
+      bench_disaggregated.run(_SMALL, workload, rounds=1)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from absl.testing import flagsaver
 from experiments import common
 from rollplex_jax.config import TrainConfig
 
+ROOT = pathlib.Path(__file__).parents[2]
 # The modules that define a command's flags, beside `experiments.common`.
 _FLAG_MODULES = {
     "compress": ("experiments.compress",),
@@ -102,6 +103,12 @@ def _take_flags() -> dict[str, list[flags.Flag]]:
     for flag in found:
       delattr(flags.FLAGS, flag.name)
   return taken
+
+
+def process_environment(**variables: str) -> dict[str, str]:
+  """Variables for a command in a process of its own, on the CPU."""
+  return os.environ | {
+      "PYTHONPATH": os.fspath(ROOT), "JAX_PLATFORMS": "cpu", **variables}
 
 
 def read_lines(path: str | os.PathLike) -> list[dict]:

@@ -112,7 +112,8 @@ class PlanTest(parameterized.TestCase):
     (self.out / "config.json").write_text(json.dumps(config))
     # Programs for absent devices go to no cache, nor to the user's home.
     cache = self.out / "cache"
-    for name in ("jax_compilation_cache_dir", "jax_compilation_cache_max_size"):
+    for name in ("jax_compilation_cache_dir", "jax_compilation_cache_max_size",
+                 "jax_persistent_cache_min_compile_time_secs"):
       self.addCleanup(jax.config.update, name, getattr(jax.config, name))
     jax.config.update("jax_compilation_cache_dir", None)
     self.enterContext(mock.patch.dict(os.environ, {"HOME": str(cache)}))

@@ -1,7 +1,6 @@
 """`train` in several processes: the run of one, and how it ends."""
 
 import json
-import os
 import pathlib
 import signal
 import socket
@@ -20,8 +19,10 @@ from rollplex_jax.models import hf
 from tests.experiments import commands
 from tests.helpers import tiny_checkpoint
 
-_ROOT = pathlib.Path(__file__).parents[2]
 _DEVICES = 4
+# Fewer programs to compile, where it matters only that the run goes on.
+_FEW = ("schedule.name=serial", "schedule.prefix_source=rollout",
+        "objective.beta=0", "eval_batch_size=8", "total_steps=100000")
 # Longest time for the others to end after one process has.
 _END_SECONDS = 60
 _REWARD = """\
@@ -81,25 +82,20 @@ class ProcessesTest(parameterized.TestCase):
     with socket.socket() as s:
       s.bind(("localhost", 0))
       port = s.getsockname()[1]
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(_DEVICES // count),
-        "PYTHONPATH": str(_ROOT), "XLA_FLAGS":
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600"}
-    # By the environment, for --compilation_cache_dir also limits its size: a
-    # folder to which others write without a limit can't be used so.
-    if jax.config.jax_compilation_cache_dir:
-      env["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
+    env = commands.process_environment(
+        JAX_NUM_CPU_DEVICES=str(_DEVICES // count),
+        XLA_FLAGS="--xla_cpu_collective_call_terminate_timeout_seconds=600")
     workers = []
     for i in range(count):
       where = (f"--coordinator_address=localhost:{port}", f"--process_id={i}",
                f"--num_processes={count}") if count > 1 else ()
       worker = subprocess.Popen(
           [sys.executable, "-m", "experiments.train",
-           f"--config={_ROOT}/experiments/configs/grpo.py",
+           f"--config={commands.ROOT}/experiments/configs/grpo.py",
            f"--output_dir={self.out / name}", "--notensorboard",
            "--compilation_cache_dir=",
            *[f"--config.{s}" for s in settings], *where, *flags],
-          env=env, cwd=_ROOT, text=True, stdout=subprocess.PIPE,
+          env=env, cwd=commands.ROOT, text=True, stdout=subprocess.PIPE,
           stderr=subprocess.PIPE)
       self.addCleanup(_end, worker)
       workers.append(worker)
@@ -122,10 +118,7 @@ class ProcessesTest(parameterized.TestCase):
   @pytest.mark.slow
   def test_same_run(self):
     """Metrics, samples, evaluations and weights of one process's run."""
-    one = self.run_of(1)
-    for count in (2, 4):
-      with self.subTest(processes=count):
-        self.assert_same(one, self.run_of(count))
+    self.assert_same(self.run_of(1), self.run_of(4))
 
   def assert_same(self, one, several):
     expected = commands.read_lines(one / "metrics.jsonl")
@@ -167,7 +160,7 @@ class ProcessesTest(parameterized.TestCase):
   @parameterized.parameters(0, 1)
   @pytest.mark.slow
   def test_a_killed_process_ends_the_other(self, killed):
-    workers = self.start(2, "total_steps=100000", reward="slow")
+    workers = self.start(2, *_FEW, reward="slow")
     metrics = self.out / "run" / "metrics.jsonl"
     self.wait_for(workers, lambda: metrics.exists()
                   and metrics.read_text().count("\n") >= 2)
@@ -179,7 +172,7 @@ class ProcessesTest(parameterized.TestCase):
 
   @pytest.mark.slow
   def test_a_signal_to_one_saves_in_all_and_one_process_goes_on(self):
-    workers = self.start(2, "total_steps=100000", reward="slow")
+    workers = self.start(2, *_FEW, reward="slow")
     metrics = self.out / "run" / "metrics.jsonl"
     self.wait_for(workers, lambda: metrics.exists()
                   and metrics.read_text().count("\n") >= 2)
@@ -190,8 +183,8 @@ class ProcessesTest(parameterized.TestCase):
     self.assertNotIn("stopped", results[1][2])
     (step,) = Checkpoints(self.out / "run" / "checkpoints").steps()
     before = metrics.read_text()
-    (result,) = self.finish(self.start(1, f"total_steps={step + 1}",
-                                       reward="slow"))
+    (result,) = self.finish(self.start(
+        1, *_FEW, f"total_steps={step + 1}", reward="slow"))
     self.assertEqual(result[0], 0, result)
     self.assertIn(f"goes on from step {step}, ", result[1])
     lines = commands.read_lines(metrics)
@@ -214,7 +207,7 @@ class ProcessesTest(parameterized.TestCase):
       (("--distributed", "--process_id=0"), "--distributed: expected none of"))
   def test_refuses(self, flags, message):
     result = commands.run(
-        "train", f"--config={_ROOT}/experiments/configs/grpo.py",
+        "train", f"--config={commands.ROOT}/experiments/configs/grpo.py",
         f"--output_dir={self.out / 'run'}", *flags)
     self.assertEqual(result.status, 1)
     self.assertRegex(result.err, f"^error: {message}")

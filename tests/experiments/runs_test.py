@@ -1,7 +1,6 @@
 """Runs as processes of their own: killed, told to save and told to end."""
 
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import tempfile
 import time
 
 from absl.testing import absltest
-import jax
 import pytest
 
 from rollplex_jax.checkpoint import Checkpoints
@@ -19,7 +17,6 @@ from rollplex_jax.run_comparison import compare
 from tests.experiments import commands
 from tests.helpers import devices, tiny_checkpoint
 
-_ROOT = pathlib.Path(__file__).parents[2]
 _REWARD = """\
 import os, time
 
@@ -34,13 +31,6 @@ def reward(completion, row):
 
 def setUpModule():
   devices.use_virtual_devices()
-
-
-def _environment():
-  env = os.environ | {"PYTHONPATH": str(_ROOT), "JAX_PLATFORMS": "cpu"}
-  if jax.config.jax_compilation_cache_dir:
-    env["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
-  return env
 
 
 class RunsTest(absltest.TestCase):
@@ -63,7 +53,7 @@ class RunsTest(absltest.TestCase):
         "rollout.max_completion_length=4", "rollout.num_generations=2",
         "train_batch_size=2", "micro_batch_size=4",
         "optimizer.learning_rate=1e-3", *settings)
-    return (f"--config={_ROOT}/experiments/configs/grpo.py",
+    return (f"--config={commands.ROOT}/experiments/configs/grpo.py",
             f"--output_dir={self.folder / out}",
             *(f"--config.{s}" for s in settings))
 
@@ -83,8 +73,8 @@ class RunsTest(absltest.TestCase):
     process = subprocess.Popen(
         [sys.executable, "-m", "experiments.train", *self.flags(
             "total_steps=100000", "checkpoint.exit_seconds=9")],
-        cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=_environment())
+        cwd=commands.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=commands.process_environment())
     self.addCleanup(process.communicate)
     self.addCleanup(process.kill)
     metrics = self.run / "metrics.jsonl"
@@ -122,8 +112,8 @@ class RunsTest(absltest.TestCase):
     out = self.folder / "kills.json"
     done = subprocess.run(
         [sys.executable, "-m", "experiments.kill_runs", "--kills=2",
-         "--steps=24", f"--json={out}"], cwd=_ROOT, capture_output=True,
-        text=True, check=False, env=_environment())
+         "--steps=24", f"--json={out}"], cwd=commands.ROOT, capture_output=True,
+        text=True, check=False, env=commands.process_environment())
     self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
     self.assertIn("are those of an undisturbed run", done.stdout)
     self.assertLen(json.loads(out.read_text())["kills"], 2)

@@ -22,7 +22,6 @@ from rollplex_jax.models import hf
 from tests.experiments import commands
 from tests.helpers import devices, tiny_checkpoint
 
-_ROOT = pathlib.Path(__file__).parents[2]
 _REWARD = """\
 def reward(completion, row):
   if row.get("answer") == "stop":
@@ -83,7 +82,7 @@ class _Case(parameterized.TestCase):
         f"policy.path={self.model}", f"data.rows={self.rows}",
         f"data.reward={self.folder}/my_reward.py:{reward}", *base, *settings)
     return commands.run(
-        "train", f"--config={_ROOT}/experiments/configs/{config}.py",
+        "train", f"--config={commands.ROOT}/experiments/configs/{config}.py",
         f"--output_dir={self.out}", *[f"--config.{s}" for s in settings],
         *flags)
 
@@ -375,7 +374,7 @@ class ProcessTest(_Case):
         {"prompt": "go"}, {"prompt": "<|image_pad|>"}, {"prompt": "to"}, {}])
     done = subprocess.run(
         [sys.executable, "-m", "experiments.train",
-         f"--config={_ROOT}/experiments/configs/grpo.py",
+         f"--config={commands.ROOT}/experiments/configs/grpo.py",
          f"--output_dir={self.out}", "--compilation_cache_dir=",
          f"--config.policy.path={self.model}", f"--config.data.rows={rows}",
          f"--config.data.reward={self.folder}/my_reward.py:breaks",
@@ -383,7 +382,8 @@ class ProcessTest(_Case):
          "--config.data.reward_dry_run=False", "--config.objective.beta=0",
          *[f"--config.{s}" for s in (*_BASE, "total_steps=1")
            if "train_batch" not in s]],
-        capture_output=True, text=True, check=False, cwd=_ROOT)
+        capture_output=True, text=True, check=False, cwd=commands.ROOT,
+        env=commands.process_environment())
     self.assertEqual(done.returncode, 0)
     self.assertIn("skipped 2 of 4 rows\n", done.stdout)
     self.assertRegex(done.stdout, "1 placeholder count; first: .*:2: ")
