@@ -23,7 +23,8 @@ from rollplex_jax.config import TrainConfig, to_config_dict
 from tests.experiments import commands
 from tests.helpers import devices, documents, tiny_checkpoint
 
-_ROOT = pathlib.Path(__file__).parents[1]
+# Under bazel the real one, for pages name files that no target needs.
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PAGES = {path.name: path for path in
           (_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md")))}
 
