@@ -8,13 +8,14 @@ must rebuild of them for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 import threading
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rollplex_jax.artifacts import Model
 from rollplex_jax.models import hf, vlm
@@ -132,11 +133,12 @@ class Policy:
     with self.lock:
       wanted = jax.tree.map(lambda a: jax.ShapeDtypeStruct(
           a.shape, a.dtype, sharding=a.sharding), self.state)
+      committed = [a.committed for a in jax.tree.leaves(self.state)]
       for a in jax.tree.leaves((self.state, self.trained)):
         if not a.is_deleted():  # A compute parameter may be the master weight.
           a.delete()
       self.state = self.trained = None
-      self.state = read(wanted)
+      self.state = _commit_only(committed, read(wanted))
       self.trained = self._compute_copy()
       self.version = version
 
@@ -171,6 +173,20 @@ def _replicate_scalars(tree: Any, places: Places) -> Any:
 
 def _pointers(a: jax.Array) -> set[int]:
   return {shard.data.unsafe_buffer_pointer() for shard in a.addressable_shards}
+
+
+def _commit_only(committed: Sequence[bool], state: TrainState) -> TrainState:
+  """A state of which only these leaves, in order, are committed to devices.
+
+  What is read from files is committed. Programs for that are other programs:
+  all of them would be compiled again when a run goes on.
+  """
+  leaves, structure = jax.tree.flatten(state)
+  del state  # So that each leaf goes when the next one has its copy.
+  for i, keep in enumerate(committed):
+    if leaves[i].committed and not keep:
+      leaves[i] = jnp.array(np.asarray(leaves[i]))
+  return structure.unflatten(leaves)
 
 
 def _part(shardings: Params | None, params: Params) -> Params | None:

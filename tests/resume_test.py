@@ -90,6 +90,11 @@ class _Case(parameterized.TestCase):
         compare(self.folder / one, self.folder / other), [])
 
 
+def _committed(run):
+  trainer = run._trainer
+  return [a.committed for a in jax.tree.leaves((trainer.state, trainer.params))]
+
+
 class BitEqualTest(_Case):
 
   @parameterized.named_parameters(
@@ -121,11 +126,13 @@ class BitEqualTest(_Case):
 
   def check(self, config):
     """Stopped after odd and even steps, before and after an evaluation."""
-    self.run_of("whole", config)
+    whole = self.run_of("whole", config)
     for step in (1, 2, 3):
       run = self.run_of("resumed", config, stop=step)
     run = self.run_of("resumed", config)
     self.assert_same()
+    # Or every program is another one, and is compiled again.
+    self.assertEqual(_committed(whole), _committed(run))
     return run
 
   def test_comparison_sees_differences(self):
