@@ -201,7 +201,8 @@ def sizes(folder: str) -> dict[str, Any]:
 
 def _print(result: dict[str, Any]) -> None:
   shown = collections.OrderedDict(
-      (k, v) for k, v in result.items() if not k.endswith("_stderr"))
+      (k, v) for k, v in result.items()
+      if not k.endswith("_stderr") and v != {})
   for name, value in shown.items():
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     error = result.get(f"{name}_stderr")

@@ -266,8 +266,10 @@ def describe(summary) -> str:
   for evaluation in summary["evaluations"]:
     line = (f"  step {evaluation['step']}: held-out reward "
             f"{evaluation['val/reward']:.3f}")
-    if "val/success" in evaluation:
-      line += (f", success {evaluation['val/success']:.1%} "
+    if "val/success_low" in evaluation:
+      some = evaluation.get("val/success_rows")
+      of = f"of {some} rows " if some else ""
+      line += (f", success {evaluation['val/success']:.1%} {of}"
                f"({evaluation['val/success_low']:.1%} to "
                f"{evaluation['val/success_high']:.1%})")
     lines.append(line)

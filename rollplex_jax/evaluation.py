@@ -36,19 +36,25 @@ class Evaluation:
   @property
   def success(self) -> tuple[float, float, float] | None:
     """Success rate with its 95 % interval, where scores tell of success."""
-    outcomes = [s["success"] for s in self.scores if "success" in s]
+    outcomes = self._outcomes
     if not outcomes or not set(outcomes) <= {0.0, 1.0}:
       return None
     wins, trials = int(sum(outcomes)), len(outcomes)
     return wins / trials, *metrics_lib.wilson_interval(wins, trials)
 
+  @property
+  def _outcomes(self) -> list[float]:
+    return [s["success"] for s in self.scores if "success" in s]
+
   def metrics(self) -> dict[str, float]:
-    """Flat metrics under val/."""
+    """Flat metrics under val/; success_rows where only some tell of success."""
     means = metrics_lib.mean_scores(self.scores)
     out = {"val/reward": means.pop("overall")}
     out |= {f"val/{name}": value for name, value in means.items()}
     if self.success is not None:
       _, out["val/success_low"], out["val/success_high"] = self.success
+      if len(self._outcomes) < len(self.scores):
+        out["val/success_rows"] = len(self._outcomes)
     return out | {"val/rows": len(self.scores), "timing_s/val": self.seconds}
 
 

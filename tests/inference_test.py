@@ -119,6 +119,10 @@ class InferenceTest(parameterized.TestCase):
     self.assertEqual(values["val/rows"], 5)
     self.assertBetween(values["val/success_low"], 0.1, 0.2)
     self.assertBetween(values["val/success_high"], 0.7, 0.8)
+    self.assertNotIn("val/success_rows", values)
+    some = evaluation.Evaluation(["a", "b"], [
+        {"overall": 1.0}, {"overall": 0.0, "success": 1.0}], 0.5)
+    self.assertEqual(some.metrics()["val/success_rows"], 1)
     # Rewards may say other things about other rows, and call success a grade.
     mixed = evaluation.Evaluation(["a", "b", "c"], [
         {"overall": 1.0}, {"overall": 0.0, "success": 2.0},
