@@ -53,14 +53,13 @@ class Bfloat16GradientsTest(parameterized.TestCase):
   def test_error_is_that_of_monolithic(self, **kwargs):
     self.check(**kwargs)
 
-  # Every schedule with each way to save, and both of these with either size of
-  # groups; not all three in all combinations.
+  # Every schedule with two ways to save and either size of groups, and every way
+  # to save with one schedule at least.
   @parameterized.parameters(
       dict(group=4, micro=3, **_UNSHARED), *(
-          dict(save=save, **schedule, **_SIZES[(i + j) % 2])
+          dict(save=save, **schedule, **_SIZES[j // 2])
           for i, schedule in enumerate(({}, _ROLLOUT, _WINDOW))
-          for j, save in enumerate(_SAVES)
-          if (schedule, save) != (_WINDOW, "activations")))
+          for j, save in enumerate(_SAVES) if (i + j) % 2 == 0))
   @pytest.mark.slow
   def test_error_of_every_schedule(self, **kwargs):
     self.check(trained=_TRAINED, **kwargs)
