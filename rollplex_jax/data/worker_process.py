@@ -59,6 +59,12 @@ class WorkerProcess:
     theirs, self._requests = os.pipe()
     self.replies, answers = os.pipe()
     lifeline, self._lifeline = os.pipe()
+    # When this process ends, the kernel may kill the worker, whose parent is
+    # gone, before it closes the lifeline; then nobody would be left to read that,
+    # and what the worker has started would live on. So this process keeps a
+    # reader too, of a lower number: Linux lets go of a process's files from the
+    # highest number down.
+    self._reader = lifeline
     ends = (theirs, answers, lifeline)
     _enlarge(self.replies)
     lasts = threading.current_thread() is threading.main_thread()
@@ -84,7 +90,7 @@ class WorkerProcess:
       raise
     finally:
       signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-      for descriptor in ends:
+      for descriptor in (theirs, answers):
         os.close(descriptor)
     os.set_blocking(self._requests, False)
     os.set_blocking(self.replies, False)
@@ -162,7 +168,8 @@ class WorkerProcess:
     self._close_pipes()
 
   def _close_pipes(self) -> None:
-    for descriptor in (self._requests, self.replies, self._lifeline):
+    ours = (self._requests, self.replies, self._lifeline, self._reader)
+    for descriptor in ours:
       os.close(descriptor)
 
 
