@@ -18,6 +18,7 @@ import warnings
 from absl.testing import absltest, parameterized
 import pytest
 
+from experiments.quickstart_config import QuickstartConfig
 from rollplex_jax import small_policy
 from rollplex_jax.config import TrainConfig, to_config_dict
 from tests.experiments import commands
@@ -123,8 +124,12 @@ class FlagsTest(parameterized.TestCase):
       self.assert_key(key)
 
   def assert_key(self, key):
-    """A key of a run's configuration, such as rollout.temperature."""
-    tree = to_config_dict(TrainConfig())
+    """A key of a run's configuration, such as rollout.temperature, or of the
+    quick start's, such as rl.total_steps."""
+    config = TrainConfig
+    if key.partition(".")[0] in ("rl", "warm_start"):
+      config = QuickstartConfig
+    tree = to_config_dict(config())
     for part in key.split("."):
       self.assertIn(part, tree.keys(), msg=key)
       tree = tree[part]
