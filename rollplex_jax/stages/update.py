@@ -96,7 +96,10 @@ class OptimizerConfig:
     if scheduler == SchedulerType.CONSTANT:
       return
     if self.total_steps is None:
-      raise InputError(f"lr_scheduler_type={scheduler}: total_steps is not set")
+      raise InputError(
+        f"lr_scheduler_type={scheduler}: the optimizer's own total_steps is not"
+        " set: expected the number of updates at which the rate is 0"
+      )
     if self.total_steps <= self.warmup_steps:
       raise InputError(
         f"total_steps={self.total_steps}: expected more than"

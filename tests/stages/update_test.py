@@ -423,7 +423,7 @@ class ConfigTest(parameterized.TestCase):
     ({"max_grad_norm": 0.0}, "max_grad_norm=0.0: expected a positive number"),
     (
       {"lr_scheduler_type": "cosine"},
-      "lr_scheduler_type=cosine: total_steps is not set",
+      "lr_scheduler_type=cosine: the optimizer's own total_steps is not set",
     ),
     (
       {"lr_scheduler_type": "linear", "warmup_steps": 5, "total_steps": 5},
